@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from harness.common.processes import start_time
+from tests.support.isolation import ROOT
 from tests.support.preparing import (
     DOCUMENTS,
     IN_ORDER,
@@ -192,6 +194,36 @@ def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, number: sign
         assert error == f"stopped by {number.name}; to continue, run the same command again\n"
     assert not [pid for pid in workers if start_time(pid)]
     mine.run(*arguments)
+
+
+INTERRUPTED = """
+import multiprocessing, os, sys
+sys.path.insert(0, sys.argv[1])
+from harness.common.errors import RunError
+from harness.data.preparation.encode import encoder_processes
+
+if __name__ == "__main__":
+    try:
+        with encoder_processes(2) as pool:
+            # Each result is larger than a pipe, so that both processes are always writing.
+            results = [pool.submit(bytes, 2**22) for _ in range(100)]
+            results[0].result()
+            if sys.argv[2] == "interrupt":
+                raise KeyboardInterrupt
+            os.kill(multiprocessing.active_children()[0].pid, 9)
+            [result.result() for result in results]
+    except (KeyboardInterrupt, RunError) as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(("how", "error"), [("interrupt", "KeyboardInterrupt"), ("kill", "RunError")])
+def test_half_a_result_is_not_waited_for(tmp_path: Path, how: str, error: str) -> None:
+    """A process may end while it writes a result."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    command = [sys.executable, str(tmp_path / "interrupted.py"), str(ROOT), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == (f"{error}\n", "")
 
 
 @pytest.fixture

@@ -21,7 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 
@@ -200,7 +203,11 @@ _loaded = cache(load_tokenizer)
 @contextmanager
 def encoder_processes(count: int) -> Iterator[Executor]:
     """Yield an executor that runs `encode_texts` in `count` processes, or in a thread if `count` is 1. The processes
-    end with this process, even if this process is killed. Raises RunError if one of the processes dies."""
+    end with this process, even if this process is killed. Raises RunError if one of the processes dies.
+
+    A process that dies while it writes a result leaves a part of it in the pool's pipe. The pool sees that only if no
+    other process has the pipe's writing end open, and would otherwise wait forever for the rest.
+    """
     context = multiprocessing.get_context("spawn")  # fork would copy locks that threads of libraries hold
     pool: Executor = ThreadPoolExecutor(1)  # starts a thread when it is used
     try:
@@ -209,6 +216,8 @@ def encoder_processes(count: int) -> Iterator[Executor]:
                 pool = ProcessPoolExecutor(count, context, _initialize_process)
                 for _ in range(count):
                     pool.submit(os.getpid)  # makes the pool start a process
+            pool._result_queue._writer.close()  # private: nothing public closes this process's writing end
+            Thread(target=_end_together, args=(multiprocessing.active_children(),), daemon=True).start()
         yield pool
     except BaseException as error:
         # When a process dies, the pool ends the other processes and waits for them. But it does not end a process that
@@ -223,6 +232,13 @@ def encoder_processes(count: int) -> Iterator[Executor]:
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _end_together(processes: list[BaseProcess]) -> None:
+    """Wait until one of the processes has ended, then end the others."""
+    wait([process.sentinel for process in processes])
+    for process in processes:
+        process.terminate()
 
 
 def _initialize_process() -> None:
