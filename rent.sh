@@ -71,9 +71,8 @@ begin() {
 # failed, so then it does not run.
 end_rental() {
     local held=0
-    trap "" PIPE
-    trap : TERM INT HUP
-    echo 2>/dev/null || exec >/dev/null 2>&1 # without a reader, a push that cannot print would count as failed
+    trap "" PIPE HUP # the terminal may be closed
+    trap : TERM INT
     # Ranks whose launcher was killed hold the run's lock while they save a checkpoint.
     [ ! -e "$here/.lock" ] || flock --wait 20 --conflict-exit-code 99 "$here/.lock" true || held=$?
     if [ "$held" = 99 ]; then
@@ -84,10 +83,10 @@ end_rental() {
         return
     fi
     if ! "$is_sent" && [ -n "$mirror" ]; then
-        # 2: refused, for example because another machine has the run
-        timeout 3600 sh -c 'until uv run mirror.py push "$@" || [ "$?" = 2 ]; do sleep 30; done' \
+        # 2: refused, for example because another machine has the run. A push that cannot print counts as failed.
+        timeout 3600 sh -c 'until uv run mirror.py push "$@" >/dev/null || [ "$?" = 2 ]; do sleep 30; done' \
             push "$run" "$mirror" "${where[@]}" &
-        trap 'kill -TERM "$!"' TERM INT HUP
+        trap 'kill -TERM "$!"' TERM INT
         wait "$!" || true
     fi
     sh -c "$on_end" || echo "warning: --on-end failed; end the rental by hand" >&2
@@ -113,7 +112,8 @@ case "$mirror" in
     ?*) training+=(--mirror "$mirror" --wait) ;;
 esac
 
-# What an earlier machine has begun continues with the settings with which it began.
+# What an earlier machine has begun continues with the settings with which it began, but with this machine's price, limits
+# and other keys that do not affect the result.
 is_begun=false
 if [ -n "$(ls "$here/checkpoints" 2>/dev/null)" ]; then
     is_begun=true
@@ -123,10 +123,21 @@ elif [ -n "$mirror" ]; then
         is_begun=true
         rm -rf "$runs/.from-mirror"
         uv run mirror.py fetch "$mirror" "$run" --without-weights --runs-dir "$runs/.from-mirror"
+        uv run python - "$here/train.json" "$runs/.from-mirror/$run/train.json" <<'END'
+import json, pathlib, sys
+from harness.runs.train_config import Affects, keys_affecting
+
+here, there = map(pathlib.Path, sys.argv[1:])
+mine, began = (json.loads(path.read_text(encoding="utf-8-sig")) for path in (here, there))
+free = keys_affecting(Affects.NOTHING)
+both = {key: value for key, value in began.items() if key not in free}
+both |= {key: value for key, value in mine.items() if key in free}
+there.write_text(here.read_text() if both == mine else json.dumps(both, indent=4) + "\n")
+END
         if ! cmp -s "$here/train.json" "$runs/.from-mirror/$run/train.json"; then
             mkdir -p "$here/aside"
             cp --backup=numbered "$here/train.json" "$here/aside/train.json"
-            echo "note: $here/train.json is now the mirror's; yours is in $here/aside/train.json" >&2
+            echo "note: settings in $here/train.json are now the mirror's; yours are in $here/aside/train.json" >&2
         fi
         mv "$runs/.from-mirror/$run/train.json" "$here/train.json"
         rm -r "$runs/.from-mirror"

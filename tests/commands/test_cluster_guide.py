@@ -63,13 +63,17 @@ def test_a_sweep_is_a_job_for_each_run(tmp_path: Path) -> None:
         (tmp_path / "runs" / name).mkdir(parents=True)
     for loop in loops:
         subprocess.run(["bash", "-c", loop], env=environment, cwd=tmp_path, check=True, timeout=60)
-    launch = "jobs launch --yes --detach-run --num-nodes=1 --name {0} --env RUN={0} train.yaml"
+    launch = "jobs launch --yes --detach-run --secret HF_TOKEN --num-nodes=1 --name {0} --env RUN={0} train.yaml"
     assert Path(environment["NOTES"]).read_text().splitlines() == [
         *(f"RUN={name} --nodes=1 --job-name={name} train.sbatch" for name in ("lr-a", "lr-b")),
         *(launch.format(name) for name in ("lr-a", "lr-b")),
     ]
     assert 'RUN="${RUN:-' in slurm_script()
     assert "RUN" in skypilot_task()["envs"]
+    assert skypilot_task()["secrets"] == {"HF_TOKEN": None}, "each command must give it"
+    for path in (ROOT / "docs").glob("*.md"):
+        for command in re.findall(r"sky (?:jobs )?launch[^`<]*train.yaml[^`<]*", path.read_text(encoding="utf-8")):
+            assert "--secret HF_TOKEN" in command
 
 
 def test_jobs_that_are_started_again_wait_for_the_mirror() -> None:

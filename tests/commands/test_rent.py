@@ -30,7 +30,8 @@ def shop(tmp_path: Path) -> Workshop:
     (tmp_path / "bin").mkdir()
     uv = tmp_path / "bin" / "uv"
     uv.write_text(
-        f'#!/bin/sh\n[ "$1" = run ] || exit 0\nshift\necho "$*" >> {tmp_path}/calls\nexec {sys.executable} "$@"\n'
+        f'#!/bin/sh\n[ "$1" = run ] || exit 0\nshift\n[ "$1" != python ] || shift\n'
+        f'echo "$*" >> {tmp_path}/calls\nexec {sys.executable} "$@"\n'
     )
     uv.chmod(0o755)
     font = tmp_path / ".local/share/fonts/xkcd-script.ttf"
@@ -213,6 +214,17 @@ def test_setup_installs_what_the_run_needs(shop: Workshop, variables: dict[str, 
     assert [each for each in calls.read_text().splitlines() if each.startswith("sync")] == packages
 
 
+def test_a_closed_terminal_ends_no_push(shop: Workshop) -> None:
+    sent = f"sleep 2; echo pushed >> {shop.path}/calls"
+    calls = pretend(shop, 'if [ "$2" = ddp_train.py ]; then exit 1; fi', f'if [ "$3" = push ]; then {sent}; fi')
+    given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {calls}"]
+    process = rent(shop, "r", "--skip", "setup,check,plan", *given)
+    wait_until(lambda: calls.exists() and "push" in calls.read_text(), process)
+    os.killpg(process.pid, signal.SIGHUP)
+    finish([process], expect=1, timeout=60)
+    assert calls.read_text().splitlines()[-2:] == ["pushed", "end"]
+
+
 def test_a_signal_ends_a_push_and_the_rental(shop: Workshop) -> None:
     calls = shop.path / "calls"
     lines = ["#!/bin/sh", f'echo "$2 $3" >> {calls}', 'if [ "$2" = ddp_train.py ]; then exit 1; fi']
@@ -279,7 +291,7 @@ def test_the_same_command_on_a_new_machine(shop: Workshop) -> None:
 
     shutil.rmtree(shop.runs / "r")
     shutil.copytree(files, shop.runs / "r")
-    again = {"mirror": store.as_uri(), "microbatch_size": 1}
+    again = {"mirror": store.as_uri(), "microbatch_size": 1, "max_hours": 5.0}
     shop.add_run("r", **json.loads((files / "train.json").read_text()) | again)
     second = rent(shop, *command, "--fit")
     stdout, stderr = second.communicate(timeout=200)
@@ -290,6 +302,9 @@ def test_the_same_command_on_a_new_machine(shop: Workshop) -> None:
     calls = (shop.path / "calls").read_text()
     assert "-f --write" not in calls
     assert json.loads((shop.runs / "r" / "aside" / "train.json").read_text())["microbatch_size"] == 1
+    now = json.loads((shop.runs / "r" / "train.json").read_text())
+    assert now["max_hours"] == 5.0, "limits are those of the second machine's file"
+    assert now["microbatch_size"] != 1
     assert [path.name for path in (store / "r" / "results").iterdir()]
     shop.train("straight")
     assert_same_end(shop.runs / "straight", shop.runs / "r")
