@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from harness.common.errors import PeerError, RunError, end_for_good
+from harness.common.errors import TELLING_SECONDS, PeerError, RunError, end_for_good, tell_soon
 from harness.common.messages import tell
 from harness.common.processes import is_launched
 from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
@@ -96,17 +96,33 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
             raise
         finally:
             timer.cancel()
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(restart_id, store),
-            rank=here.rank,
-            world_size=here.world_size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-        control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        # Nothing else ends a rank that NCCL cannot connect, because the watchdog needs the group that is made here.
+        late = threading.Timer(timeout_seconds + STARTING_SECONDS, _give_up_connecting, (here.local_rank,))
+        late.daemon = True
+        late.start()
+        try:
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(restart_id, store),
+                rank=here.rank,
+                world_size=here.world_size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+            control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        finally:
+            late.cancel()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return control, PrefixStore(restart_id, TCPStore(address, port, is_master=False, wait_for_workers=False))
+
+
+def _give_up_connecting(local_rank: int) -> None:
+    """End this process because the ranks' devices have not connected. One rank of each machine prints the reason."""
+    if local_rank == 0:
+        tell_soon("the ranks met, but their devices have not connected; NCCL_DEBUG=INFO shows the cause")
+    else:
+        time.sleep(TELLING_SECONDS)
+    os._exit(1)
 
 
 def _open_store(timeout: timedelta) -> Any:

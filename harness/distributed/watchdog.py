@@ -47,6 +47,7 @@ TIMED_STEPS = 64  # `Watchdog.own_seconds` takes the median of at most this many
 # Places of a global step where a rank can be stuck, in order, and their names in messages. "machine" is that of
 # check_machine.py, which has no steps.
 PLACES = {
+    "start": "the first exchange between the ranks",
     "step": "global step {}",
     "report": "the device's work on global step {}",
     "validation": "the validation of global step {}",
@@ -70,6 +71,9 @@ class Place:
 
     def __str__(self) -> str:
         return PLACES[self.name].format(self.step)
+
+
+FIRST_EXCHANGE = Place(0, "start")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from harness.common.messages import tell
 from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
 from harness.distributed.rendezvous import connection_errors_as_peer_errors
-from harness.distributed.watchdog import Place, Watchdog, collective_timeout_seconds, device_progress
+from harness.distributed.watchdog import FIRST_EXCHANGE, Place, Watchdog, collective_timeout_seconds, device_progress
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class World:
         weights are. Wait for the results. NCCL allocates buffers when it first uses an algorithm, which it chooses by
         operation and size. Afterwards all buffers that training needs are allocated. Collective."""
         if self.size > 1:
-            with connection_errors_as_peer_errors():
+            with connection_errors_as_peer_errors(), self.watchdog.guard(FIRST_EXCHANGE):
                 for size in sizes:
                     numbers = torch.zeros(size // 4, device=self.device)
                     dist.all_reduce(numbers)

@@ -141,7 +141,7 @@ class MicrobatchSearcher:
         self.experiment, self.world, self.limit = experiment, world, limit
         self.alone = World(0, world.local_rank, 1, 1, world.device)  # tried steps exchange nothing with other ranks
         self.tokens, self.order = data.tokens("train"), experiment.window_order(data.lengths("train"))
-        self.compiles = should_compile(config.compile, world.device)
+        self.compiles = all(world.gather(should_compile(config.compile, world.device)))
         # If train.json sets the global batch, this number depends on the microbatch; 2 then stands for more than one.
         self.accumulation_steps = 2 if config.global_batches else config.gradient_accumulation_steps
         self.peaks: dict[int, int] = {}  # this rank's peak bytes by size that fits, in the order of the search
@@ -282,7 +282,8 @@ class MicrobatchSearcher:
         with suppress(UserError, RunError):  # training will report the error
             latest = choose_start(experiment.run.checkpoints, None)
         name = choose_precision(experiment.config, world.device, read_meta(latest) if latest else None)
-        config = experiment.config.model_copy(update={"precision": name})
+        compiles = experiment.config.compile if self.compiles else False  # another machine may lack a compiler
+        config = experiment.config.model_copy(update={"precision": name, "compile": compiles})
         return build_training_step(experiment, config, self.alone, partition=StatePartition(world.rank, world.size))
 
     def _try_in_child(self, microbatch_size: int) -> int | None:

@@ -284,7 +284,7 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
         length = experiment.model.context_length
         tokens = np.random.default_rng(0).integers(0, experiment.model.vocab_size, layout.microbatch_size * length + 1)
         microbatch = Microbatch.consecutive(tokens, length)
-        step.warm_up(microbatch, world)
+        step.warm_up(microbatch, world, Place(0, "machine"))
 
         def seconds_of(steps: int) -> float:
             world.barrier()

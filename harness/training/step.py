@@ -24,6 +24,7 @@ from harness.common.errors import UserError
 from harness.common.memory import is_out_of_memory
 from harness.common.messages import REASON_CHARACTERS
 from harness.data.loader import Microbatch
+from harness.distributed.watchdog import FIRST_EXCHANGE, Place
 from harness.distributed.world import World, say
 from harness.model.kernels import (
     NOT_COMPILED,
@@ -168,7 +169,7 @@ class OptimizerStep:
             expert_tokens += [] if tokens_LxE is None else [tokens_LxE]
         return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
-    def warm_up(self, microbatch: Microbatch, world: World) -> None:
+    def warm_up(self, microbatch: Microbatch, world: World, place: Place = FIRST_EXCHANGE) -> None:
         """Run forward and backward passes whose gradients are discarded. They compile the model, if it is to be
         compiled, and let DDP arrange its buckets. They change the random state, so this method must be called before
         states are restored. Collective.
@@ -180,10 +181,11 @@ class OptimizerStep:
 
         Raises UserError on all ranks if `compile` is true in train.json and the model cannot be compiled.
         """
-        if is_compiled(self.bare_model):
+        if any(world.gather(is_compiled(self.bare_model))):
             self._compile(microbatch, world)
-        for _ in range(2 if self.is_wrapped else 1):
-            self.accumulate([microbatch])
+        with world.watchdog.guard(place):  # compiling may take longer than the watchdog's timeout
+            for _ in range(2 if self.is_wrapped else 1):
+                self.accumulate([microbatch])
         self.forget_gradients()
         if self.device.type == "cuda":
             # The optimizer's state would otherwise be put into blocks that activations need again in each step.
@@ -203,9 +205,9 @@ class OptimizerStep:
 
         Either all ranks run the compiled model or none. If compiling fails on any rank, and train.json's `compile` is
         true, raises UserError on all ranks. If it is "auto", all ranks train without compilation, and rank 0 prints a
-        note.
+        note. The machine of a rank may lack a tool that compiling needs; its model is then not to be compiled.
         """
-        failure = None
+        failure = None if is_compiled(self.bare_model) else "a machine has no C compiler or no Python.h"
         try:
             self.accumulate([microbatch], exchange=False)
             self.model.zero_grad(set_to_none=True)  # None, as before: they are not views of DDP's buckets yet
@@ -263,7 +265,8 @@ def build_training_step(
     trained: nn.Module = model
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
-        trained = DistributedDataParallel(
-            model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
-        )
+        with world.watchdog.guard(FIRST_EXCHANGE):
+            trained = DistributedDataParallel(
+                model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
+            )
     return OptimizerStep(trained, config, partition, world.watchdog.beat)

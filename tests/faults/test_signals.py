@@ -70,6 +70,7 @@ PLACES = {
 OTHER_PLACES = {
     "between two steps": "before(BETWEEN_STEPS, {action}, rank={rank}, call=1)",
     "in the backward pass": "in_gradients(lambda gradient: {action}(), rank={rank}, steps=[{step}])",
+    "in the first exchange": "before('harness.training.step:OptimizerStep.accumulate', {action}, rank={rank}, call=1)",
     "in the evaluation": "after_first_evaluated({action}, step={step})",  # of the second microbatch
     **dict.fromkeys(("WARM_UP", "START", "CHECK"), "before({place}, {action}, rank={rank}, call=1)"),
 }
@@ -253,6 +254,7 @@ STUCK_PLACES = {
     **dict.fromkeys(("FORWARD", "in the backward pass", "UPDATE"), (0, 1)),
     "in the evaluation": (0,),
     "'harness.data.dataset:TokenFile.read'": (1,),
+    "in the first exchange": (1,),
 }
 
 

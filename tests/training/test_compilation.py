@@ -118,6 +118,16 @@ def test_all_ranks_step_down_if_one_cannot_compile(shop: Workshop) -> None:
 
 
 @pytest.mark.slow
+def test_no_rank_compiles_if_the_machine_of_one_lacks_a_tool(shop: Workshop) -> None:
+    run, eager = shop.add_run("r", **SHORT), shop.add_run("eager", **SHORT, compile=False)
+    lacking = f"{COMPILED}\nstep.should_compile = lambda setting, device: own_rank() == 0\n"
+    result = shop.train("r", prelude=lacking)
+    assert result.stdout.count(f"{NOTE}a machine has no C compiler or no Python.h") == 1, result.stdout
+    shop.train("eager")
+    assert weights(run) == weights(eager)
+
+
+@pytest.mark.slow
 def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
     shop.add_run("r", **SHORT, compile=True)
     result = shop.train("r", ranks=1, prelude=BROKEN, expect=2)
