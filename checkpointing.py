@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from harness.common.errors import UserError
+from harness.common.errors import EXIT, UserError
 from harness.common.memory import free_memory, keep_if_ample
 from harness.data.loader import TokenLoader
 from harness.distributed.watchdog import Place
@@ -174,7 +174,7 @@ class Checkpointer:
         if difference:
             raise self.world.collective_error(
                 f"after global step {state.global_step}, {difference}: a device or its memory is faulty; find and "
-                "exclude that device, then run the same command again; training continues from the latest checkpoint, "
+                f"exclude that device, then {EXIT.again}; training continues from the latest checkpoint, "
                 "whose weights were equal on all ranks"
             )
 

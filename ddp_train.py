@@ -30,6 +30,7 @@ from harness.common.errors import (
     end_for_good,
     exit_if_ended,
     survive_closed_output,
+    tell_how_to_continue,
 )
 from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, RUNS_DIR, SPEED, Command, TrainOptions
@@ -149,8 +150,8 @@ class Trainer:
 
         Raises RunStopped on every rank if any rank is asked to stop during an evaluation. Unless this is the last step,
         also raises it if any rank was asked to stop before the checkpoint was saved, or, with `stop_if_diverged`, if
-        the training loss has diverged. Raises RunError on every rank as `report`, `Checkpointer.save` and
-        `Checkpointer.check_weights` do.
+        the training loss has diverged. Raises RunStopped as `report` does, and RunError on every rank as
+        `Checkpointer.save` and `Checkpointer.check_weights` do.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = due or position.due_after(step, config)
@@ -185,8 +186,8 @@ class Trainer:
             raise RunStopped(DIVERGED)
 
     def report(self, step: int) -> None:
-        """Wait for the device, then report the losses since the last report. Collective. Raises RunError on every rank
-        if the gradients of `max_skipped_steps` steps in a row were not finite."""
+        """Wait for the device, then report the losses since the last report. Collective. Raises RunStopped on every
+        rank if the gradients of `max_skipped_steps` steps in a row were not finite, which is a divergence."""
         config = self.prepared.experiment.config
         with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
@@ -200,11 +201,8 @@ class Trainer:
             self.state.follow_level(patience=patience, interval=interval)
             self.reporter.training(metrics, self.state, self.optimizer_step.learning_rate)
         if metrics.skipped_in_a_row >= config.max_skipped_steps:
-            raise self.world.collective_error(
-                f"by global step {step}, gradients were not finite in {metrics.skipped_in_a_row} steps in a row "
-                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and continue from an "
-                "earlier checkpoint by giving its name"
-            )
+            self.state.has_diverged = True
+            raise RunStopped(DIVERGED)
 
 
 def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -> None:
@@ -268,6 +266,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     checkpoint = checkpoints[0] if checkpoints else None
     options = TrainOptions(**given)
     options.check(checkpoint)
+    tell_how_to_continue("--restart or a CHECKPOINT" if options.restart or checkpoint else None)
     from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, unblock_stopping_signals
     from harness.planning.experiment import Experiment
     from harness.runs.directory import RunDirectory

@@ -17,7 +17,7 @@ from harness.common.messages import REASON_CHARACTERS
 from harness.common.options import MODEL, RUNS_DIR, Command
 
 if TYPE_CHECKING:
-    from harness.runs.trained_model import TrainedModel
+    from harness.runs.trained_model import ModelInRun
 
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
@@ -90,13 +90,16 @@ def main(
     from harness.evaluation.benchmarks import run as benchmarks
     from harness.evaluation.likelihood import Scorer
     from harness.model.precision import Precision
-    from harness.runs.trained_model import check_tokenizer_fits
+    from harness.runs.trained_model import check_tokenizer_fits, model_in_run, warned_if_not_kept
 
     benchmarks.check_installed()
     if output:
         check_writable(output.absolute().parent)
     device = only_device()
     loaded, tokenizer = load_model(named.config, named.weights, device), named.tokenizer()
+    digest, in_run = sha256(named.weights), None  # now, because training may delete the checkpoint meanwhile
+    with warned_if_not_kept():
+        in_run = model_in_run(named.weights, named.config)
     check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
     chosen = Precision.resolve(precision, device, place="--precision")
     scorer = Scorer(loaded, chosen, tokenizer.vocab_size, batch_size)
@@ -115,17 +118,17 @@ def main(
     for line in benchmarks.table(results, asked.asked):
         click.echo(line)
     settings = {"tasks": specs, "limit": limit, "num_fewshot": num_fewshot, "precision": chosen.name}
-    keep_result(named, results, settings, device_name(device))
+    if in_run:
+        keep_result(in_run, results, settings, device_name(device))
     if output:
         config = loaded.config.model_dump(mode="json")
-        provenance = {"weights": str(named.weights), "sha256": sha256(named.weights), "config": config}
+        provenance = {"weights": str(named.weights), "sha256": digest, "config": config}
         about = {"model": provenance, "settings": {**settings, "batch_size": batch_size}}
         benchmarks.write_results(output, results, about)
 
 
-def keep_result(model: TrainedModel, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:
-    """If the model is a run's checkpoint, write the scores of all tasks and groups to the run's results. If writing
-    fails, print a warning."""
+def keep_result(measured: ModelInRun, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:
+    """Write the scores of all tasks and groups to the results of the model's run. If writing fails, print a warning."""
     from dataclasses import asdict
     from importlib.metadata import version
 
@@ -134,7 +137,7 @@ def keep_result(model: TrainedModel, results: dict[str, Any], settings: dict[str
     from harness.common.json_files import finite
     from harness.evaluation.benchmarks.run import scores
     from harness.runs.results import BenchmarkResult, BenchmarkScore, now, write_result
-    from harness.runs.trained_model import model_in_run, warned_if_not_kept
+    from harness.runs.trained_model import warned_if_not_kept
 
     higher = results.get("higher_is_better", {})
     kept = [
@@ -145,11 +148,9 @@ def keep_result(model: TrainedModel, results: dict[str, Any], settings: dict[str
         for name in results["results"]
         for score in scores(results, name)
     ]
+    facts = settings | {"date": now(), "device": device, "torch": torch.__version__, "lm_eval": version("lm-eval")}
     with warned_if_not_kept():
-        if measured := model_in_run(model.weights, model.config):
-            program = {"date": now(), "device": device, "torch": torch.__version__, "lm_eval": version("lm-eval")}
-            facts = settings | program
-            write_result(measured.run, BenchmarkResult(weights=measured.weights, scores=kept, **facts))
+        write_result(measured.run, BenchmarkResult(weights=measured.weights, scores=kept, **facts))
 
 
 if __name__ == "__main__":

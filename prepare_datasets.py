@@ -18,7 +18,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from harness.common.errors import UserError, interrupt_on_stopping_signals, printable
+from harness.common.errors import UserError, interrupt_on_stopping_signals, printable, tell_how_to_continue
 from harness.common.messages import abbreviated, counted, document_count, is_hub_name, is_unicode
 from harness.common.options import Command, FiniteNumber
 
@@ -126,6 +126,7 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
     the latter. Inside a document, the token's name is ordinary text.
     """
     interrupt_on_stopping_signals()
+    tell_how_to_continue("--restart" if options["restart"] else None)
     check_options(inputs, output_dir, options)
     if output_dir:
         for line in make(inputs, output_dir, options):

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 from dataclasses import asdict
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,15 +110,18 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
         test_entries=len(splits.test),
     )
     course = {**asdict(settings), "max_new_tokens": longest, **asdict(tuning)}
+    answers = finetune.answer(tuned, tokenizer, splits.test, longest)
+    answered = responses.Responses(model=name, weights=weights, data=about_data, fine_tuning=course, responses=answers)
+    if not options["overwrite"]:  # another process may have written its answers there meanwhile
+        names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+        path = next(each for each in chain([path], names) if not each.exists())
+    responses.write_responses(path, answered)
+    click.echo(f"{path}: {len(answers):,} answers")
     if options["save"]:
         facts = {"fine_tuned_from": name, "data": about_data.model_dump(), "fine_tuning": course}
         shape, kept_tokenizer = tuned.config.model_dump(mode="json"), named.tokenizer_file
         write_model(options["save"], shape, tuned.to_checkpoint_names(), tokenizer=kept_tokenizer, facts=facts)
         click.echo(f"{options['save']}: the fine-tuned model")
-    answers = finetune.answer(tuned, tokenizer, splits.test, longest)
-    answered = responses.Responses(model=name, weights=weights, data=about_data, fine_tuning=course, responses=answers)
-    responses.write_responses(path, answered)
-    click.echo(f"{path}: {len(answers):,} answers")
     if judge is not None:
         score(answered, judge, path)
 

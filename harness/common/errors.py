@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 # How long a rank waits for another rank to print the error before it prints its own error and exits. torchrun ends all
 # ranks as soon as the first one has exited, so exiting earlier could cut off the other rank's message.
+AGAIN = "run the same command again"
 SPEAKER_PATIENCE_SECONDS = 10.0
 TELLING_SECONDS = 1.0
 # SIGHUP: the terminal has been closed, or the connection to it has broken. SIGQUIT: Ctrl-\, which torchrun passes on.
@@ -94,6 +95,7 @@ class Exit:
     """State of this process's exit, shared by its threads so that the reason is printed once. A field that has been set
     is never reset."""
 
+    again: str = AGAIN  # the remedy in messages; `tell_how_to_continue` changes it
     has_own_reason: bool = False  # the main thread is ending the process and prints the reason itself
     # The main thread is about to end the process because another rank is gone. The watchdog may find out which and why.
     has_lost_peer: bool = False
@@ -105,6 +107,12 @@ class Exit:
 
 
 EXIT = Exit()
+
+
+def tell_how_to_continue(undoing: str | None) -> None:
+    """Make this process's messages say that the same command continues its work, but not with `undoing`, such as
+    "--restart": options that it was started with and that undo earlier work. None if there are none."""
+    EXIT.again = f"{AGAIN} (without {undoing})" if undoing else AGAIN
 
 
 @contextmanager
@@ -159,7 +167,7 @@ def one_line_errors() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the exit
         number = EXIT.stop_signal or signal.SIGINT
         if is_first:
-            say_last(f"stopped by {signal.Signals(number).name}; to continue, run the same command again")
+            say_last(f"stopped by {signal.Signals(number).name}; to continue, {EXIT.again}")
         _exit_because_of(RunStopped(number), is_first=is_first)
     except Exception:
         if "LOCAL_RANK" not in os.environ:

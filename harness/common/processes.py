@@ -178,9 +178,7 @@ def _leave(where: str) -> None:
     EXIT.is_explained = True
     if os.environ.get("LOCAL_RANK", "0") == "0" and not is_told:
         name = "the process that started all ranks (--processes)" if PARENT in os.environ else "torchrun"
-        tell_soon(
-            f"{name} has ended (killed?), and its processes with it{where}; run the same command again to continue"
-        )
+        tell_soon(f"{name} has ended (killed?), and its processes with it{where}; {EXIT.again} to continue")
     os._exit(1)
 
 

@@ -387,7 +387,7 @@ def _trained_on(record: RunRecord) -> Values:
         return None if found is None or not found.ngrams else (100 * found.share, "")
 
     def basis(result: LossResult) -> Basis:
-        return Basis(("trained on", loss_basis(result).identity), "")
+        return Basis(("trained on", loss_basis(result).identity), loss_basis(result).words)
 
     found = _measurements(record, LossResult, basis, read)
     return Inconclusive("not known") if isinstance(found, Inconclusive) and record.results.of(LossResult) else found

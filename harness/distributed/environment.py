@@ -132,11 +132,11 @@ def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
     first_nonzero = _wait(ranks, asked)
     # Rank 0 has printed this, unless it was killed, or the signal ended another rank before all could agree to stop.
     if asked and ((ranks[0].returncode or 0) < 0 or (first_nonzero and -first_nonzero.returncode in asked)):
-        say_last(f"\nstopped by {described(asked[0])}; to continue, run the same command again")
+        say_last(f"\nstopped by {described(asked[0])}; to continue, {EXIT.again}")
     elif first_nonzero and first_nonzero.returncode < 0 and -first_nonzero.returncode not in asked:
         name = signal.Signals(-first_nonzero.returncode).name
         text = f"rank {ranks.index(first_nonzero)} (pid {first_nonzero.pid}) was ended by {name}"
-        tell_soon(f"{text}{' (out of memory?)' * (name == 'SIGKILL')}; run the same command again to continue")
+        tell_soon(f"{text}{' (out of memory?)' * (name == 'SIGKILL')}; {EXIT.again} to continue")
     status = first_nonzero.returncode if first_nonzero else 0
     status = status if status >= 0 else 128 - status
     EXIT.before_end(status)

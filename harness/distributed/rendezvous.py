@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from harness.common.errors import TELLING_SECONDS, PeerError, RunError, end_for_good, tell_soon
+from harness.common.errors import EXIT, TELLING_SECONDS, PeerError, RunError, end_for_good, tell_soon
 from harness.common.messages import tell
 from harness.common.processes import is_launched
 from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
@@ -201,7 +201,7 @@ def connection_errors_as_peer_errors() -> Iterator[None]:
             ) from None
         if TIMED_OUT_TEXT in text:
             raise RunError(
-                "timed out waiting for another rank; no rank was found stuck; run the same command again to continue"
+                f"timed out waiting for another rank; no rank was found stuck; {EXIT.again} to continue"
             ) from None
         if not any(each in text for each in PEER_GONE_TEXTS):
             raise

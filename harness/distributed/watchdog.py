@@ -308,7 +308,7 @@ class Watchdog:
         neighbors = self.heartbeats.neighbors()
         speakers = [rank for rank in neighbors if rank not in fault.ranks] or neighbors
         if self.rank == speakers[0]:
-            tell_soon(f"{fault.text}; run the same command again to continue")
+            tell_soon(f"{fault.text}; {EXIT.again} to continue")
         else:
             # The launcher ends all ranks once one has left, so wait until the other rank has printed the line.
             time.sleep(SILENT_EXIT_SECONDS)

@@ -186,7 +186,9 @@ class HeldOutText:
         terminal. If the weights are those of a run's checkpoint, the loss is also written to the run's results; if
         writing fails, a warning is printed. Raises UserError if the model's device does not support the precision, or
         if the dataset's tokenizer cannot be loaded."""
-        device = next(model.parameters()).device
+        device, measured = next(model.parameters()).device, None
+        with warned_if_not_kept():  # now, because training may delete the checkpoint meanwhile
+            measured = model_in_run(self.model.weights, self.model.config)
         precision = Precision.resolve(precision_name, device)
         # Without these sizes, tqdm shows nothing on a terminal that does not report its size.
         columns, lines = shutil.get_terminal_size()
@@ -214,8 +216,8 @@ class HeldOutText:
             context_length=layout.context_length,
         )
         trained_on = training_overlap(self.model, self.dataset, self.split, self.datasets_dir)
-        with warned_if_not_kept():
-            if (measured := model_in_run(self.model.weights, self.model.config)) is not None:
+        if measured is not None:
+            with warned_if_not_kept():
                 result = LossResult(
                     weights=measured.weights,
                     date=now(),

@@ -25,7 +25,7 @@ from harness.common.messages import tell
 from harness.mirror.store import PIECE, Mirror, reason_of
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta
-from harness.runs.checkpoints import BEST, LATEST, choose_start, point
+from harness.runs.checkpoints import BEST, LATEST, choose_start, point, verify_checkpoint
 from harness.runs.directory import CHECKPOINT_NAME, RunDirectory
 
 ASIDE = "meta-aside.json"  # new name of a checkpoint's meta.json after the run has gone back to an earlier step
@@ -102,13 +102,15 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
     `check` raises UserError if the checkpoint is not one of this run; it is called before anything is fetched. A
     damaged checkpoint (a file is missing or does not have the hash that meta.json gives, or meta.json cannot be read)
-    is skipped with a warning, and an older one is taken. A download that was interrupted resumes. A local metrics.jsonl
-    that is not the beginning of the mirror's is moved to a folder below `aside/`. Raises RunError if the mirror cannot
-    be read. Raises UserError as `check`, `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are
-    damaged and there is none here.
+    is skipped with a warning, and an older one is taken. One that is damaged here is moved to a folder below `aside/`
+    if the mirror has it. A download that was interrupted resumes. A local metrics.jsonl that is not the beginning of
+    the mirror's is moved to a folder below `aside/`. Raises RunError if the mirror cannot be read. Raises
+    UserError as `check`, `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are damaged and
+    there is none here.
     """
     files, brought, is_damaged = retried(mirror, mirror.files), None, False
     refuse_if_set_aside(run, mirror, files)
+    _make_way(run, mirror, files)
     for name in names_in(files):
         if step_of(name) <= _local_step(run):
             break
@@ -132,18 +134,34 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     return brought
 
 
+def _make_way(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
+    """If the checkpoint that the run would continue from is damaged here and whole in the mirror, move it to a folder
+    below `aside/`."""
+    start = choose_start(run.checkpoints, None)
+    if start is None or retried(mirror, partial(read_remote_meta, mirror, files, start.name)) is None:
+        return
+    try:
+        verify_checkpoint(start)
+    except UserError as error:
+        folder = run.new_aside()
+        tell(f"note: {error}; it is now in {folder}, and the mirror's copy is fetched")
+        (run.checkpoints / LATEST).unlink(missing_ok=True)
+        move(start, folder / start.name)
+
+
 def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
     """Raise UserError if another machine has set the run's latest checkpoint aside among the mirror's `files`: there
     the run went back behind this checkpoint or was restarted, and this machine would overwrite what came of it."""
     start = choose_start(run.checkpoints, None)
-    if start and _is_set_aside(files, start.name):
+    if start and is_set_aside(files, start.name):
         raise UserError(
             f"mirror {mirror.name}: another machine has restarted this run, or continued it without {start}; move "
             f"{run.checkpoints} away to continue that machine's run here, or give another mirror"
         )
 
 
-def _is_set_aside(files: dict[str, int], name: str) -> bool:
+def is_set_aside(files: dict[str, int], name: str) -> bool:
+    """Return True if a checkpoint of a mirror has been set aside, because the run went back behind it."""
     return f"checkpoints/{name}/{ASIDE}" in files and f"checkpoints/{name}/{META}" not in files
 
 
@@ -272,7 +290,7 @@ def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> N
     def is_old(file: str) -> bool:
         checkpoint = CHECKPOINT_NAME.search(file)  # a measurement's file name contains this
         is_moved = f"{RESULTS_ASIDE}/{file}" in files and f"results/{file}" not in files
-        return is_moved or (checkpoint is not None and _is_set_aside(files, checkpoint[0]))
+        return is_moved or (checkpoint is not None and is_set_aside(files, checkpoint[0]))
 
     if old := [path for path in run.results.glob("*") if is_old(path.name)]:
         folder = run.new_aside() / run.results.name

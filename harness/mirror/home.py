@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from harness.common.errors import UserError
+from harness.common.errors import RunError, UserError
 from harness.common.files import atomic_file
 from harness.common.lock import is_held
-from harness.common.messages import tell
-from harness.mirror.fetch import bring, fetch_results, names_in, newest_in_mirror, refuse_if_set_aside, retried, step_of
+from harness.common.messages import abbreviated, tell
+from harness.mirror.fetch import (
+    bring,
+    fetch_results,
+    is_set_aside,
+    names_in,
+    newest_in_mirror,
+    refuse_if_set_aside,
+    retried,
+    step_of,
+)
 from harness.mirror.owner import LEASE_SECONDS, OWNER, REFRESH_SECONDS, Lease, LeaseLost, owner_of
 from harness.mirror.start import check_same_experiment, refuse_own_folder
 from harness.mirror.store import Mirror, open_mirror
@@ -22,6 +32,7 @@ from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import TrainEvent, ValidationEvent, parse_event, rough_duration
+from harness.runs.summary import read_summary
 
 POLL_SECONDS = 10.0
 
@@ -75,6 +86,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
         run.lock()
         bring(run, mirror, lambda meta: None)
     fetch_results(run, mirror, files)
+    if run.summary.exists() and run.summary.name not in files and _is_of_set_aside(files, run.summary):
+        run.set_summary_and_chart_aside(run.new_aside())
     replaced = [] if is_further or is_trained_here else [run.summary, run.chart, run.metrics]
     for path in [*(each for each in (run.model_json, run.train_json) if not each.exists()), *replaced]:
         content = retried(mirror, partial(mirror.read, path.name)) if path.name in files else None
@@ -85,6 +98,15 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     if not is_trained_here and (owner or run.lock_file.exists()):
         run.lock_file.write_bytes(owner or b"")  # names the owner, so the run's state is that of a run elsewhere
     return run.path
+
+
+def _is_of_set_aside(files: dict[str, int], summary: Path) -> bool:
+    """Return True if the checkpoint at whose step a run's `summary` was written has been set aside among a mirror's
+    `files`. Returns False if the summary cannot be read."""
+    with suppress(UserError):
+        last = (read_summary(summary).global_steps or 0) - 1
+        return any(step_of(name) == last and is_set_aside(files, name) for name in names_in(files))
+    return False
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
@@ -154,8 +176,8 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
 
     Raises UserError if the mirror cannot be opened or is the run's own folder, if a process here trains the run, if
     another machine trains it (without `take_over`) or takes it meanwhile, if the mirror holds another experiment or a
-    later checkpoint, or as `refuse_if_set_aside` does. Raises RunError if the mirror cannot be read or owner.json
-    cannot be written, and the errors of the store if sending fails.
+    later checkpoint, or as `refuse_if_set_aside` does. Raises RunError if the mirror cannot be read, owner.json cannot
+    be written or a checkpoint here is damaged, and the errors of the store if sending fails.
     """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself
@@ -173,7 +195,10 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
                 f"mirror {mirror.name}: has {found[0]}, which is newer than {run.path}: `uv run mirror.py fetch` "
                 "brings it; to send the older state, use another URL"
             )
-        Uploads(run, mirror, lease, keep=None, start_step=here[-1][0] if here else -1).push()
+        uploads = Uploads(run, mirror, lease, keep=None, start_step=here[-1][0] if here else -1)
+        uploads.push()
+        if uploads.damaged:
+            raise RunError(f"{run.path}: {abbreviated(sorted(uploads.damaged))}: damaged here, and not sent")
     except LeaseLost as owner:
         raise UserError(f"mirror {mirror.name}: {owner} has taken the run meanwhile: stop it there first") from None
     finally:

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from harness.common.errors import signals_to
+from harness.common.errors import UserError, signals_to
 from harness.common.messages import GIB
 from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, names_in, step_of
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
-from harness.runs.checkpoints import BEST, LATEST, list_checkpoints
+from harness.runs.checkpoints import BEST, LATEST, list_checkpoints, verify_checkpoint
 from harness.runs.directory import CACHE_SECRET, CHECKPOINT_NAME, RunDirectory
 from harness.runs.metrics import rough_duration
 
@@ -52,6 +52,7 @@ class Uploads:
         self.sending: str | None = None  # the checkpoint that is being sent, which must not be deleted
         self.lost = False  # another machine has taken the run
         self._whole: set[str] = set()  # checkpoints that are known to be whole in the mirror
+        self.damaged: set[str] = set()  # checkpoints that are damaged here, so that the mirror's copies are kept
         self._versions: dict[str, tuple[int, int]] = {}  # size and time of the files that this process has sent
         self._sent_bytes = 0  # of everything, for the bar
         self._in_flight = 0  # size of the file that is being sent; not every library reports its progress
@@ -117,7 +118,7 @@ class Uploads:
         """Return the names of the newest and the best checkpoint, if they are not in the mirror, and of the small files
         that this process has not sent, or that have changed since."""
         changed = [name for name, path in self._small_files() if self._versions.get(name) != version(path)]
-        return [*(path.name for path in self._wanted() if path.name not in self._whole), *changed]
+        return [*(path.name for path in self._wanted() if path.name not in self._whole | self.damaged), *changed]
 
     def push(self) -> None:
         """Send everything that has changed, once, and delete what `keep_checkpoints` does not keep. The first call also
@@ -131,7 +132,7 @@ class Uploads:
                 self._send_small(name, self.run.path / name)
             self._is_first = False
         self._whole = {path.name for path in self._wanted() if self._is_whole(path, there)}
-        while todo := [path for path in self._wanted() if path.name not in self._whole]:
+        while todo := [path for path in self._wanted() if path.name not in self._whole | self.damaged]:
             self._send_checkpoint(todo[0], there)  # then look again: a newer one may have been saved
         for name, path in self._small_files():
             self._send_small(name, path)
@@ -195,8 +196,14 @@ class Uploads:
         self.sending, began, sent = path.name, time.monotonic(), 0
         try:
             files = sorted(files_of(path))
-            if f"checkpoints/{path.name}/{META}" in there:  # not whole until the last file is sent
-                self.mirror.delete(f"checkpoints/{path.name}/{META}")
+            if f"checkpoints/{path.name}/{META}" in there:
+                try:
+                    verify_checkpoint(path)
+                except UserError as error:
+                    self.damaged.add(path.name)
+                    self._say(f"warning: {error}; the mirror's copy is left as it is")
+                    return
+                self.mirror.delete(f"checkpoints/{path.name}/{META}")  # not whole until the last file is sent
             for file in files:
                 remote = f"checkpoints/{path.name}/{file.name}"
                 is_there = self._versions.get(remote) == version(file) and there.get(remote) == file.stat().st_size
@@ -282,7 +289,7 @@ class Uploads:
         left. The meta.json of each is deleted first. Does nothing unless the newest and the best checkpoint are whole.
         Checkpoints that were set aside stay."""
         names, wanted = names_in(there), {path.name for path in self._wanted()}
-        if not wanted <= self._whole:
+        if not wanted <= self._whole | self.damaged:
             return
         whole = [name for name in names if f"checkpoints/{name}/{META}" in there]
         others = [name for name in whole if name not in wanted]

@@ -114,6 +114,7 @@ class Reporter:
         self.chart = ChartProcess(self.run)
         self.slow_ranks = SlowRanks()
         self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
+        self.skipped_in_a_row = 0  # steps at the last report
         self._seconds_at_start = dict(self.clock.seconds)
         # Tokens of the steps that this process has to run.
         self._tokens = prepared.batches.tokens_before(prepared.position.total_steps - prepared.position.first_step)
@@ -167,6 +168,7 @@ class Reporter:
         on the console. `learning_rate` is that of the last step."""
         if not self.world.is_main:
             return
+        self.skipped_in_a_row = metrics.skipped_in_a_row
         tokens, clock = state.tokens_seen, self.clock.now()
         tokens_per_second = (tokens - self._last_report[0]) / max(clock["training"] - self._last_report[1], 1e-9)
         self._last_report = (tokens, clock["training"])
@@ -247,6 +249,9 @@ class Reporter:
             left = self.clock.ceilings(config)
             key = min(left, key=lambda each: left[each])
             cause, remedy = f"{key} {getattr(config, key):g} of train.json", f"raise {key} and {again}"
+        elif reason == DIVERGED and self.skipped_in_a_row >= self.prepared.experiment.config.max_skipped_steps:
+            cause = f"max_skipped_steps (gradients were not finite in {self.skipped_in_a_row} steps in a row)"
+            remedy = f"give a CHECKPOINT well before step {step} and lower learning_rate or set clipping_max_norm"
         elif reason == DIVERGED:
             since = state.above_level_since
             cause = f"stop_if_diverged (the training loss has been far above its lowest value since about step {since})"

@@ -106,6 +106,36 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(first: InProcess) -> Non
     assert metrics(third.runs / "r")[-1]["global_step"] == STEPS - 1
 
 
+@pytest.mark.parametrize("by_command", [False, True])
+def test_a_checkpoint_that_is_damaged_here_alone_is_fetched(first: InProcess, by_command: bool) -> None:
+    run = first.runs / "r"
+    weights = (run / "checkpoints" / "latest").resolve() / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + b"x")
+    if by_command:
+        assert first.command("mirror.py", "fetch", f"file://{remote(first).parent}", "r").status == 0
+        assert weights.read_bytes() == whole
+    first.add_run(**SETTINGS | {"mirror": f"file://{remote(first).parent}"})
+    result = first.train_here()
+    assert by_command or f"{weights.parent.name} was fetched from the mirror" in result.stdout
+    assert list((run / "aside").glob("*/*-iteration-*/model.safetensors")), "nothing is deleted"
+    straight = add_machine(first.path.parent, "straight", mirror=None)
+    straight.train_here()
+    assert_same_end(straight.runs / "r", run)
+
+
+def test_what_is_whole_in_the_mirror_is_not_replaced_by_what_is_damaged_here(first: InProcess) -> None:
+    optimizer = (first.runs / "r" / "checkpoints" / "latest").resolve() / "optimizer.pt"
+    there = remote(first) / "checkpoints" / optimizer.parent.name / "optimizer.pt"
+    whole = there.read_bytes()
+    optimizer.write_bytes(whole[:100])
+    result = first.command("mirror.py", "push", "r", f"file://{remote(first).parent}")
+    assert result.status == 1
+    assert "damaged here, and not sent" in result.stderr
+    assert there.read_bytes() == whole
+    assert (there.parent / "meta.json").exists()
+
+
 @pytest.mark.parametrize("file", ["meta.json", "model.safetensors"])
 def test_with_nothing_but_damaged_checkpoints_no_new_run_begins(first: InProcess, file: str) -> None:
     for name in names(remote(first)):
@@ -156,6 +186,14 @@ def test_measurements_of_the_training_before_a_restart_are_set_aside(first: InPr
     home.script("mirror.py", "fetch", store, "r", "--without-weights")
     assert not list((home.runs / "r" / "results").iterdir())
     assert {path.name for path in (home.runs / "r" / "aside").glob("*/results/*")} == {*old}
+    time.sleep(1.1)
+    stopping = "from tests.support.faults import *\nbefore(STEP, tell(15), step=2)"
+    assert (home.runs / "r" / "summary.json").exists()
+    first.train("r", "--restart", prelude=stopping, ranks=1, expect=143)
+    home.script("mirror.py", "fetch", store, "r", "--without-weights")
+    assert not (home.runs / "r" / "summary.json").exists(), "it is of the training before"
+    time.sleep(1.1)
+    first.train_here()
     shutil.rmtree(home.runs / "r")
     home.script("mirror.py", "fetch", store, "r")
     assert not (home.runs / "r" / "results").exists()

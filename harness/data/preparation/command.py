@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from harness.common.errors import RunError, UserError, explained, place_of, printable
+from harness.common.errors import EXIT, RunError, UserError, explained, place_of, printable
 from harness.common.files import version_of
 from harness.common.libraries import usable_cores
 from harness.common.messages import abbreviated, counted, is_hub_name, tell
@@ -94,7 +94,7 @@ def make_dataset(
         raise
     except OSError as error:
         where = place_of(error) or work.path
-        raise RunError(f"{where}: {error.strerror or error}; correct that and run the same command again") from None
+        raise RunError(f"{where}: {error.strerror or error}; correct that and {EXIT.again}") from None
 
 
 def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any], held_out: HeldOut | None) -> Made:

@@ -28,7 +28,7 @@ from threading import Thread
 
 import numpy as np
 
-from harness.common.errors import STOPPING_SIGNALS, RunError, UserError, signals_to
+from harness.common.errors import EXIT, STOPPING_SIGNALS, RunError, UserError, signals_to
 from harness.common.processes import end_with_parent
 from harness.data.preparation.text_input import Piece
 from harness.data.tokenizers import Tokenizer, load_tokenizer
@@ -190,7 +190,7 @@ def encode_texts(tokenizer: Tokenizer | str | Path, texts: list[tuple[str, bool]
         raise
     except BaseException as error:  # a panic of a Rust library is not an Exception
         raise RunError(
-            f"tokenizing failed: {type(error).__name__}: {error}; correct the cause and run the same command again"
+            f"tokenizing failed: {type(error).__name__}: {error}; correct the cause and {EXIT.again}"
         ) from None
 
 
@@ -216,7 +216,8 @@ def encoder_processes(count: int) -> Iterator[Executor]:
                 pool = ProcessPoolExecutor(count, context, _initialize_process)
                 for _ in range(count):
                     pool.submit(os.getpid)  # makes the pool start a process
-            pool._result_queue._writer.close()  # private: nothing public closes this process's writing end
+            # private: nothing public closes this process's writing end
+            pool._result_queue._writer.close()  # type: ignore[attr-defined]
             Thread(target=_end_together, args=(multiprocessing.active_children(),), daemon=True).start()
         yield pool
     except BaseException as error:
@@ -226,8 +227,8 @@ def encoder_processes(count: int) -> Iterator[Executor]:
             process.terminate()
         if isinstance(error, BrokenProcessPool):
             raise RunError(
-                "a tokenizing process ended unexpectedly (killed for lack of memory?); to continue, run the same "
-                "command again with fewer --workers"
+                "a tokenizing process ended unexpectedly (killed for lack of memory?); to continue, "
+                f"{EXIT.again} with fewer --workers"
             ) from None
         raise
     finally:

@@ -21,7 +21,7 @@ from typing import BinaryIO, Literal, NamedTuple, cast
 
 import pydantic_core
 
-from harness.common.errors import RunError, UserError, printable
+from harness.common.errors import EXIT, RunError, UserError, printable
 from harness.common.files import version_of
 from harness.common.messages import abbreviated, is_unicode, nearest, quoted, tell
 
@@ -203,8 +203,8 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
         reason = " ".join(str(error).split())[:160]
         kind = file.path.suffix.lstrip(".")
         raise RunError(
-            f"{file.path}: damaged {kind} file after {documents:,} documents ({reason}); repair or remove it and run "
-            "the same command again"
+            f"{file.path}: damaged {kind} file after {documents:,} documents ({reason}); repair or remove it and "
+            f"{EXIT.again}"
         ) from None
 
 
