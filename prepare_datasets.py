@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,15 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from harness.common.errors import UserError, interrupt_on_stopping_signals, printable, tell_how_to_continue
-from harness.common.messages import abbreviated, counted, document_count, is_hub_name, is_unicode
+from harness.common.errors import (
+    EXIT,
+    RunStopped,
+    UserError,
+    interrupt_on_stopping_signals,
+    printable,
+    tell_how_to_continue,
+)
+from harness.common.messages import abbreviated, counted, document_count, is_hub_name, is_unicode, tell
 from harness.common.options import Command, FiniteNumber
 
 GO_WITH = {  # option: the other options that can be combined with it
@@ -142,7 +150,16 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
     if options["push_to_hub"]:
         from harness.data.hub import upload_dataset
 
-        address = upload_dataset(Dataset.at(folder), options["push_to_hub"], public=options["public"])
+        public = " --public" if options["public"] else ""
+        again = (
+            f"prepare_datasets.py --verify {shlex.quote(str(folder))} --push-to-hub {options['push_to_hub']}{public}"
+        )
+        try:
+            address = upload_dataset(Dataset.at(folder), options["push_to_hub"], public=options["public"])
+        except KeyboardInterrupt:
+            number = EXIT.stop_signal or signal.SIGINT
+            tell(f"stopped by {signal.Signals(number).name}; to continue: uv run {again}")
+            raise RunStopped(number) from None
         click.echo(f"Uploaded to {address}")
 
 

@@ -196,9 +196,9 @@ def _bring_checkpoint(
                 with atomic_file(run.summary) as file:
                     file.write_bytes(summary)
         rename_whole(draft, lambda: run.checkpoints / name)
-    point(run.checkpoints, LATEST, run.checkpoints / name)
     if best is not None and (run.checkpoints / best).is_dir():
         point(run.checkpoints, BEST, run.checkpoints / best)
+    point(run.checkpoints, LATEST, run.checkpoints / name)  # last, because it can be found without the link
     return True
 
 

@@ -23,7 +23,7 @@ from harness.data.tokenizers import Tokenizer, load_tokenizer
 from harness.model.config import ModelConfig
 from harness.model.tensor_names import META, MODEL_JSON, WEIGHTS
 from harness.runs.checkpoint_meta import read_meta
-from harness.runs.checkpoints import BEST, LATEST, NoCheckpointError, find_checkpoint
+from harness.runs.checkpoints import BEST, LATEST, NoCheckpointError, find_checkpoint, list_checkpoints
 from harness.runs.directory import CHECKPOINT_NAME, RunDirectory
 from harness.runs.results import MeasuredWeights
 from harness.runs.train_config import load_train_config
@@ -239,9 +239,10 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
     # If there is a train.json, the weights in the run's folder may be its initial weights.
     if (run.path / WEIGHTS).is_file() and not run.train_json.exists():
         return TrainedModel.read(run.path, label=name)
-    raise NoCheckpointError(
-        f"{run.checkpoints}: no best or latest checkpoint; train the run, or name another checkpoint, as RUN:CHECKPOINT"
-    )
+    remedy = "train the run, or name another checkpoint, as RUN:CHECKPOINT"
+    if run.metrics.exists() and not list_checkpoints(run.checkpoints):
+        remedy = "if it trains elsewhere, fetch its weights, by mirror.py fetch without --without-weights"
+    raise NoCheckpointError(f"{run.checkpoints}: no best or latest checkpoint; {remedy}")
 
 
 def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:

@@ -170,7 +170,7 @@ def test_a_run_that_diverged_is_a_curve_of_its_own(tmp_path: Path) -> None:
         ([5.0, 4.9, 4.5, 4.0], {"far": 2.0, "farther": 9.0}, 3.94, 5.06),
         ([5.0, 4.9, 900.0, 4.0], {}, 3.76, 4.24),  # a peak does not stretch the range
         ([5.0, 4.9, 900.0, 800.0], {}, 4.89, 5.01),
-        ([3.0, 2.8, 7.2, 7.3], {}, 2.53, 7.57),  # begins with trained weights and diverges
+        ([3.0, 2.8, 2.8, 7.3], {}, 2.53, 7.57),  # begins with trained weights and diverges
         ([5.0, 4.9, 4.5, 4.0], {"near": 3.2, "far": 2.0}, 3.1, 5.1),
     ],
 )

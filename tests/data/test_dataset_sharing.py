@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -139,6 +140,16 @@ def test_a_refused_upload_keeps_the_dataset_and_says_how_to_go_on(preparer: Prep
     assert TOKEN not in line
     hub.upload_status = None
     preparer.run("--verify", "datasets/me/mine", "--push-to-hub", "me/mine")
+    assert "train.safetensors" in hub.datasets["me/mine"].files
+
+
+def test_an_interrupted_upload_continues_by_the_command_that_is_printed(preparer: Preparer, hub: FakeHub) -> None:
+    write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
+    stops = "import huggingface_hub\ndef stop(*arguments, **options): raise KeyboardInterrupt\n"
+    stops += "huggingface_hub.HfApi.create_commit = stop\n"
+    done = preparer.result("a.jsonl", "datasets/me/mine", *SMALL, "--push-to-hub", "me/mine", prelude=stops)
+    assert done.status == 130, done
+    preparer.run(*shlex.split(done.stderr.rpartition("to continue: uv run prepare_datasets.py ")[2]))
     assert "train.safetensors" in hub.datasets["me/mine"].files
 
 

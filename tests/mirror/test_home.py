@@ -62,6 +62,7 @@ def test_compare_what_was_fetched_without_weights(trained: InProcess, tmp_path: 
     here = at_home(tmp_path)
     here.script("mirror.py", "fetch", url(trained), "r", "--without-weights")
     assert not (here.runs / "r" / "checkpoints").exists()
+    assert "mirror.py fetch" in here.command("test_loss.py", "datasets", "r").refuses()
     own, fetched = (json.loads(machine.script("compare_runs.py", "r", "--json").stdout) for machine in (trained, here))
     assert fetched == own
     assert metrics(here.runs / "r") == metrics(trained.runs / "r")
