@@ -28,13 +28,13 @@ from harness.data.tokenizers import (
 )
 from harness.hf.formats import NOTEBOOK_KEYS, OWN_TYPE, peer_config, peer_tensors, write_code
 from harness.model.export_formats import check_for_notebook, native_class
+from harness.model.precision import DTYPES
 from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
 from harness.runs.trained_model import TrainedModel, check_tokenizer_fits, new_folder, write_model
 
 # Text that different splitting patterns split differently: words of several lengths, digits, contractions, white space.
 SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".replace(END_OF_TEXT, "")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from harness.common.errors import UserError
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def has_fast_bf16() -> bool:

@@ -133,7 +133,7 @@ def measure_device(world: World) -> DeviceRates:
     free, total = torch.cuda.mem_get_info() if is_gpu else (free_memory(), total)
     width, size = (8192, 2**28) if is_gpu else (1024, 2**26)
     precision = Precision.for_training("auto", device).name
-    matrix = torch.randn(width, width, device=device, dtype=DTYPES.get(precision, torch.float32))
+    matrix = torch.randn(width, width, device=device, dtype=DTYPES[precision])
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
 
     def rate(work: Callable[[], object], amount: int) -> float:

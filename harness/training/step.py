@@ -258,8 +258,7 @@ def build_training_step(
     ).to(world.device)
     if config.coordinate_descent_tuning:
         tune_by_coordinate_descent()
-    dtype = DTYPES.get(precision.name, torch.float32)
-    use_attention(config.attention, experiment.model, dtype, world.device)
+    use_attention(config.attention, experiment.model, DTYPES[precision.name], world.device)
     if should_compile(config.compile, world.device):
         model.compile()  # in place: the module and its parameters keep their names
     trained: nn.Module = model
