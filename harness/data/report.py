@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +10,13 @@ import numpy as np
 
 from harness.common.errors import RunError, UserError, printable
 from harness.common.files import sha256
-from harness.common.messages import counted, document_count, quoted
+from harness.common.messages import WIDTH, counted, document_count, paragraph, quoted
 from harness.data.dataset import SCAN_CHUNK_TOKENS, Dataset, TokenFile
 from harness.data.preparation.splits import SPLITS
 from harness.data.tokenizers import Tokenizer, load_tokenizer
 
 SHOWN_LINES = 3
 SHOWN_TOKENS = 400
-COLUMNS = 80
 
 
 @dataclass
@@ -120,7 +118,7 @@ def describe(dataset: Dataset) -> Iterator[str]:
     file cannot be read, or if it has a token id beyond the vocabulary."""
     _check_is_dataset(dataset)
     tokenizer = load_tokenizer(dataset.tokenizer)
-    yield from textwrap.wrap(f"{dataset.name}: {printable(dataset.meta.description) or 'no description'}", COLUMNS)
+    yield from paragraph(f"{dataset.name}: {dataset.meta.description or 'no description'}", indent=0)
     name = dataset.meta.tokenizer
     yield f"  tokenizer {printable(name)}, {tokenizer.vocab_size:,} tokens, end of text {tokenizer.eot_token}"
     for split in filter(dataset.has_split, SPLITS):
@@ -137,4 +135,4 @@ def describe(dataset: Dataset) -> Iterator[str]:
         text = tokenizer.decode(tokens.read(0, SHOWN_TOKENS).tolist())
         lines = [line for line in text.splitlines() if line.strip()]
         yield "  it begins:"
-        yield from (f"    {printable(line)[: COLUMNS - 8]}" for line in lines[:SHOWN_LINES])
+        yield from (f"    {printable(line)[: WIDTH - 8]}" for line in lines[:SHOWN_LINES])

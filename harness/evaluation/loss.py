@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from harness.common.device import device_name
 from harness.common.errors import UserError, printable
 from harness.common.files import sha256
 from harness.common.json_files import finite
-from harness.common.messages import abbreviated
+from harness.common.messages import abbreviated, paragraph
 from harness.common.statistics import Inconclusive
 from harness.data.dataset import Dataset, TokenFile, check_token_ids
 from harness.data.fetch import ensure_dataset
@@ -41,7 +40,7 @@ from harness.runs.trained_model import TrainedModel, model_in_run, warned_if_not
 NOTEBOOK_DATASET = "gpjt/fineweb-gpt2-tokens"
 NOTEBOOK_START_TOKEN = 50_000_000
 NOTEBOOK_BATCHES = 3200
-COLUMNS, NAME_WIDTH = 80, 32
+NAME_WIDTH = 32
 BY_MEAN = (
     "from the mean bytes per token of the whole split, since the tokenizer's vocabulary is not on this machine, or "
     "lacks some of the tokens"
@@ -309,7 +308,7 @@ def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[st
             if number:
                 yield ""
             for line in [*lines, f"Measured on {test.description}", _trained_on(test)]:
-                yield from textwrap.wrap(line, COLUMNS, subsequent_indent="  ")
+                yield from paragraph(line)
         return
     groups: dict[object, list[tuple[TrainedModel, TestLoss]]] = {}
     for model, test in measured:
@@ -325,7 +324,7 @@ def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[st
             "length or the precision. Where only the tokenizer differs, compare the bits per byte. With --dataset, all "
             "models are measured on one dataset."
         )
-        yield from textwrap.wrap(remark, COLUMNS)
+        yield from paragraph(remark, indent=0)
 
 
 def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
@@ -337,7 +336,7 @@ def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
         parts: list[Any] = [model.meta.get(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
         batch = math.prod(parts) if all(type(part) is int and part > 0 for part in parts) else None
         if len(label) > NAME_WIDTH:  # the label is on lines of its own above the numbers
-            yield from textwrap.wrap(label, COLUMNS, break_on_hyphens=False)
+            yield from paragraph(label, indent=0)
         yield layout.format(
             label if len(label) <= NAME_WIDTH else "",
             f"{test.loss:.3f}",
@@ -349,12 +348,12 @@ def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
     notes = [f"Measured on {test.description}"]
     labels: dict[str, list[str]] = {}
     for model, each in group:
-        labels.setdefault(_trained_on(each), []).append(printable(model.label))
+        labels.setdefault(_trained_on(each), []).append(model.label)
     notes += [note if len(labels) == 1 else f"{abbreviated(names)}: {note}" for note, names in labels.items()]
     if any(test.bits_per_byte is not None and not test.is_exact for _, test in group):
         notes.append(f"~ {BY_MEAN}")
     for note in notes:
-        yield from textwrap.wrap(note, COLUMNS, subsequent_indent="  ")
+        yield from paragraph(note)
 
 
 def _trained_on(test: TestLoss) -> str:

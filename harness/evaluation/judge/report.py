@@ -15,7 +15,7 @@ import click
 import numpy as np
 
 from harness.common.errors import RunError, printable
-from harness.common.messages import abbreviated, tell
+from harness.common.messages import WIDTH, abbreviated, paragraph, tell
 from harness.common.statistics import Estimate, estimate_of_mean, question_means, resampled_means
 from harness.evaluation.instruct.responses import Responses
 from harness.evaluation.judge.requests import JudgeSettings, Judgment, Tokens, judge
@@ -23,7 +23,6 @@ from harness.runs.directory import RunDirectory
 from harness.runs.results import InstructionResult, now, write_result
 from harness.runs.trained_model import find_measured, warned_if_not_kept
 
-COLUMNS = 80
 LABEL_INDENT = 32
 MOST_FOR_ALL_PAIRS = 8  # with more models, only pairs of neighbors in the ranking are printed
 TIE = 1e-9  # two models' scores on a question that differ by at most this count as equal: rounding
@@ -97,17 +96,15 @@ class JudgeReport:
         if self.comparison is not None:
             yield from self._tables(self.comparison)
             if not self.settings.judges_together:
-                text = (
-                    f"Compare these means only with means from the {self.settings.prompt}'s prompt and the same judge, "
-                )
-                yield from [*textwrap.wrap(f"{text}not with those of models judged together.", COLUMNS), ""]
+                text = f"Compare these means only with means from the {self.settings.prompt}'s prompt and the same "
+                yield from [*paragraph(f"{text}judge, not with those of models judged together.", indent=0), ""]
         now, ever = self.judgment.spent_now, self.judgment.spent
         costs = {"Tokens": now} if now == ever else {"Tokens in this run": now, "Tokens for all answers": ever}
         for what, tokens in costs.items():
             text = f"{what}: {tokens.prompt:,} of prompts, {tokens.completion:,} of answers"
             text += "" if self.prices is None else f", ${self._dollars(tokens):,.4f}"
             text += f" ({tokens.uncounted:,} of the answers came without a count)" if tokens.uncounted else ""
-            yield from textwrap.wrap(text, COLUMNS, subsequent_indent="  ")
+            yield from paragraph(text)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report for JSON, with all scores by model and question. A score is null if the judge gave no valid
@@ -172,15 +169,15 @@ class JudgeReport:
             together = f"each answer alone, with the {self.settings.prompt}'s prompt"
         some = f" of {asked:,}" if comparison.questions < asked else ""
         times = f", {repeats} times each" if repeats > 1 else ""
-        judge = f"{printable(self.settings.model)} judged {together}"
+        judge = f"{self.settings.model} judged {together}"
         heading = f"{judge}; {comparison.questions:,}{some} questions{times}. Scores from 0 to 100:"
-        yield from [*textwrap.wrap(heading, COLUMNS), ""]
+        yield from [*paragraph(heading, indent=0), ""]
         yield f"{'#':>4}  {'mean':>6}  {'95 % interval':<16}  model"
         places = {model: place for place, model in enumerate(comparison.ranking, start=1)}
         for model, place in places.items():
             mean = comparison.means[model]
             label = printable(self.judgment.labels[model])
-            first, *others = textwrap.wrap(label, COLUMNS - LABEL_INDENT, break_on_hyphens=False) or [""]
+            first, *others = textwrap.wrap(label, WIDTH - LABEL_INDENT, break_on_hyphens=False) or [""]
             interval = f"[{mean.low:.2f}, {mean.high:.2f}]"
             yield f"{place:>4}  {mean.value:>6.2f}  {interval:<16}  {first}".rstrip()
             yield from (" " * LABEL_INDENT + other for other in others)
