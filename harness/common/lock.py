@@ -135,22 +135,16 @@ def is_held(path: Path) -> bool | None:
     So the lock is tested only if a process with the owner's pid is alive. On a file system without locks, such a
     process counts as the holder.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
+    owner = last_owner(path)
+    if owner is not None and not owner.is_here():
+        return None
+    if owner is None or owner.process.is_gone():
         return False
-    try:
-        owner = Owner.read(descriptor)
-        if owner is not None and not owner.is_here():
-            return None
-        if owner is None or owner.process.is_gone():
-            return False
-        with suppress(OSError):  # raised if another process holds the lock, or by a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False  # the owner has ended, and a later process has its pid; closing the file frees the lock again
-        return True
-    finally:
-        os.close(descriptor)
+    # OSError: another process holds the lock, or the file system has no locks.
+    with suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False  # the owner has ended, and a later process has its pid; closing the file frees the lock again
+    return True
 
 
 def _writing(path: Path) -> AbstractContextManager[None]:
