@@ -97,10 +97,13 @@ def report_machine(experiment: Experiment | None, folder: Path) -> None:
         if driver := program_versions().get("nvidia_driver"):
             show(f"driver {driver}")
         if world.size > 1:
-            sizes = exchanged_sizes(experiment)
-            found = zip(sizes, bus_bandwidths(world, sizes), strict=True)
-            texts = ", ".join(f"{size / 2**20:.3g} MiB {three_digits(rate / 1e9)}" for size, rate in found)
-            show(f"all-reduce of {world.size} ranks, bus GB/s: {texts}")
+            # Bus bandwidth is the number that NCCL's tests compare with the hardware: 2 (n - 1) / n times the bytes per
+            # second of an all-reduce over n ranks (github.com/NVIDIA/nccl-tests, PERFORMANCE.md).
+            share, texts = 2 * (world.size - 1) / world.size, []
+            for size in exchanged_sizes(experiment):
+                rate = share * size / world.all_reduce_seconds(size, EXCHANGE_SECONDS)
+                texts.append(f"{size / 2**20:.3g} MiB {three_digits(rate / 1e9)}")
+            show(f"all-reduce of {world.size} ranks, bus GB/s: {', '.join(texts)}")
         show(world.on_rank0(lambda: describe_disk(folder)))
         show(world.on_rank0(describe_download))
         if experiment is not None:
@@ -194,14 +197,6 @@ def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
         median = statistics.median_high(values.values()) if values else 0.0  # of two ranks, the faster
         found |= {(rank, what): 1 - value / median for rank, value in values.items() if value < least * median}
     return found
-
-
-def bus_bandwidths(world: World, sizes: Sequence[int]) -> list[float]:
-    """Return for each size (bytes) the bus bandwidth (bytes/s) of an all-reduce over all n ranks: 2 (n - 1) / n times
-    its bytes per second. NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md) compare this number with the
-    hardware. Needs at least two ranks. Collective."""
-    share = 2 * (world.size - 1) / world.size
-    return [share * size / world.all_reduce_seconds(size, EXCHANGE_SECONDS) for size in sizes]
 
 
 def describe_disk(folder: Path) -> str:
