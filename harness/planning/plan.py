@@ -435,9 +435,10 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def describe_start(plan: Plan) -> list[str]:
-    """Return the lines to print at the start of training. They describe train.json's budget (unless it is in tokens),
-    the passes over the data (`describe_passes`), the batch ramp and the scaling rules. The list is empty if train.json
-    has none of these."""
+    """Return the lines to print at the start of training. They have the remark on the dataset, if there is one, and
+    describe train.json's budget (unless it is in tokens), the passes over the data (`describe_passes`), the batch ramp
+    and the scaling rules."""
+    note = [f"note: {plan.dataset_remark}"] if plan.dataset_remark else []
     lines = [] if plan.budget is None else [f"budget: {plan.budget.describe()}"]
     if passes := plan.describe_passes():
         lines.append(f"epochs: {passes}")
@@ -447,7 +448,7 @@ def describe_start(plan: Plan) -> list[str]:
         ]
         lines.append(f"batch_ramp: {', '.join(sizes)} tokens on")
     lines += [f"scaled: {said}" for said in plan.scaled.explained]
-    return [line for text in lines for line in paragraph(f"  {text}", indent=4)]
+    return note + [line for text in lines for line in paragraph(f"  {text}", indent=4)]
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:

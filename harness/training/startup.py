@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import click
 import torch
 
 from harness.common.device import idle_gpus
@@ -116,7 +115,9 @@ def prepare(
     if not plan.position.is_finished or unfinished_work:
         world.on_rank0(lambda: check_ceilings(experiment, clock))
         world.on_rank0(run.check_outputs)
-    world.on_rank0(lambda: say_plan(plan))
+    if not plan.position.is_finished:
+        for line in describe_start(plan):
+            say(world, line)
     checkpoints.check_tokenizer(data.tokenizer)
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
     here = {"world_size": world.size, "device": world.device_name, "precision": precision}
@@ -167,17 +168,6 @@ def check_ceilings(experiment: Experiment, clock: Clock) -> None:
                 f'{experiment.run.train_json}: key "{key}": the run has reached {getattr(experiment.config, key):g} '
                 "already; raise it to continue"
             )
-
-
-def say_plan(plan: Plan) -> None:
-    """Before training starts, print the values that train.json's budget, epochs, batch ramp and scaling rules resolve
-    to, and any remark on the dataset. Prints nothing for a finished run. Rank 0 only."""
-    if plan.position is None or plan.position.is_finished:
-        return
-    if plan.dataset_remark:
-        click.echo(f"note: {plan.dataset_remark}")
-    for line in describe_start(plan):
-        click.echo(line)
 
 
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:
