@@ -23,7 +23,6 @@ from harness.common.files import atomic_file, sync
 from harness.data.preparation.encode import Encoded
 
 HEADER_BYTES = 256  # including the 8 bytes of the header's length; the tokens after it are aligned
-SAFETENSORS_DTYPES = {"uint16": "U16", "uint32": "U32"}
 INDEX_DTYPE = np.dtype(("<i8", 2))  # per document: tokens with end-of-text, UTF-8 bytes of text
 COPIED_BYTES = 2**23
 DOCUMENTS_PER_READ = 2**16
@@ -135,7 +134,7 @@ def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
     """Fill in the blank header of a file that holds at least `tokens` tokens, and cut off anything after these tokens.
     The file is then a valid safetensors file, and has been flushed to the disk (fsync)."""
     length = tokens * dtype.itemsize
-    entry: dict[str, Any] = {"dtype": SAFETENSORS_DTYPES[dtype.name], "shape": [tokens], "data_offsets": [0, length]}
+    entry: dict[str, Any] = {"dtype": f"U{8 * dtype.itemsize}", "shape": [tokens], "data_offsets": [0, length]}
     text = json.dumps({"tokens": entry}, separators=(",", ":")).encode()
     header = (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
     with path.open("r+b") as file:
