@@ -63,13 +63,9 @@ class DropRates(Part):
     """Dropout on what the feed-forward layer adds to the residual stream."""
 
 
-def _kind_of_drop_rate(value: Any) -> str:
-    return "dict" if isinstance(value, (dict, DropRates)) else "float"
-
-
 DropRate = Annotated[
     Annotated[float, Field(ge=0, lt=1), Tag("float")] | Annotated[DropRates, Tag("dict")],
-    Discriminator(_kind_of_drop_rate),
+    Discriminator(lambda value: "dict" if isinstance(value, dict | DropRates) else "float"),
 ]
 
 
