@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError
-from harness.common.json_files import finite, parse_config, read_json_object
+from harness.common.json_files import RecordedCount, finite, parse_config, read_json_object
 from harness.data.loader import BatchSchedule
 from harness.data.order import WindowOrder
 from harness.model.tensor_names import META
@@ -31,7 +31,6 @@ OPTIMIZER = "optimizer.pt"  # file in the same folder; a checkpoint of the noteb
 # val_loss, global_step and is_best.
 OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
-Count = Annotated[int, Field(ge=0, lt=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Dollars = Annotated[float, Field(ge=0, lt=1e12)]
 WorldSize = Annotated[int, Field(ge=1, lt=2**31)]
@@ -50,29 +49,29 @@ class Progress(BaseModel):
     model_config = ConfigDict(strict=True)
 
     global_step: int = -1  # the last completed step; -1 before the first
-    tokens_seen: Count = 0
+    tokens_seen: RecordedCount = 0
     reported_loss: Loss | None = None  # mean loss of the last report
     # As reported_loss. Before a planned checkpoint (see `CheckpointMeta`), `close_loss_period` replaces it with the
     # mean over all reports since the previous planned checkpoint.
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
     best_loss: Loss | None = None  # lowest val_loss of a planned checkpoint; null without validation
-    best_step: Count | None = None  # its global step; without validation, that of the last checkpoint
-    skipped_steps: Count = 0  # steps without an update, because a gradient was not finite
+    best_step: RecordedCount | None = None  # its global step; without validation, that of the last checkpoint
+    skipped_steps: RecordedCount = 0  # steps without an update, because a gradient was not finite
     loss_sum: Loss | None = 0.0  # sum over the microbatches since the last `close_loss_period`; null if not finite
-    loss_count: Count = 0  # number of these microbatches
-    foreign_tokens: Count = 0  # part of tokens_seen that another program trained on; no seconds are recorded for it
+    loss_count: RecordedCount = 0  # number of these microbatches
+    foreign_tokens: RecordedCount = 0  # part of tokens_seen, by another program; no seconds are recorded for it
     # Where the measurement of the speed began: at the start of training, or where it last resumed with another batch,
     # with other kernels or on another machine.
     measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
-    measured_from_tokens: Count = 0
+    measured_from_tokens: RecordedCount = 0
     measured_from_seconds: Seconds = 0.0  # seconds of training
     # See `TrainState.follow_level`.
-    level_reports: Count = 0
+    level_reports: RecordedCount = 0
     loss_level: Loss | None = None
     lowest_loss_level: Loss | None = None
     lowest_val_loss: Loss | None = None
-    above_level_since: Count | None = None  # global step; null while the level is near its lowest
+    above_level_since: RecordedCount | None = None  # global step; null while the level is near its lowest
     has_diverged: bool = False
 
 
@@ -271,7 +270,7 @@ class ProgramAndSettings(BaseModel):
     # Resolved from train.json: a budget that is not given in tokens, and the keys that its scaling rules changed.
     budget: Budget | None = None
     scaled: dict[str, float] | None = None
-    active_parameters: Count | None = None  # only for a mixture of experts: the parameters that each token uses
+    active_parameters: RecordedCount | None = None  # only for a mixture of experts: the parameters that each token uses
     moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, even if train.json does not give it
     changed: list[str] = []  # changes that affect the result, made when the run was resumed; not written if empty
 
@@ -283,10 +282,10 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     model_config = ConfigDict(extra="allow")
 
-    global_step: Count
+    global_step: RecordedCount
     # Why the checkpoint was saved, and which work was still to be done
     is_best: bool = False
-    last_step: Count | None = None  # of the whole run, by its budget then; None in files of earlier versions
+    last_step: RecordedCount | None = None  # of the whole run, by its budget then; None in files of earlier versions
     planned: bool = False  # True: saved at an interval of train.json or after the last step; False: at an early stop
     # At most one of these two is true; `interrupted_evaluation` says which.
     validation_due: bool = False  # the run was stopped before this step's validation was done
@@ -294,17 +293,17 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     # Where and how the checkpoint was trained
     seconds: dict[str, Seconds] = {}  # by phase (see metrics.PHASES)
     dollars: dict[str, Dollars] = {}  # by phase, each second at the price that was then set; empty without a price
-    metrics_bytes: Count = 0  # size of metrics.jsonl when the checkpoint was saved
+    metrics_bytes: RecordedCount = 0  # size of metrics.jsonl when the checkpoint was saved
     world_size: WorldSize | None = None
-    microbatch_size: Count | None = None
-    accumulation_steps: Count | None = None
+    microbatch_size: RecordedCount | None = None
+    accumulation_steps: RecordedCount | None = None
     device: str | None = None
     tokenizer: str | None = None  # "gpt2", or the name of a file in the same folder
     torch: str | None = None
     # The fields of Provenance. `model` and `dataset` may hold any value here, because the code that resumes from the
     # checkpoint compares them with the run's own and reports the difference.
     model: Any = None
-    parameters: Count | None = None
+    parameters: RecordedCount | None = None
     train: dict[str, Any] = {}
     dataset: Any = None
     sha256: dict[str, str] = {}  # by file name: SHA-256 of the other files, and of this file's own values
