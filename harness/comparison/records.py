@@ -37,7 +37,10 @@ StateWord = Literal[
 ]  # in the order in which a sweep's status counts them
 # The lines that a sweep writes into a run's sweep.log: when it starts the run, when the run's process has ended, and
 # when the run has failed.
-SWEEP_MARK = re.compile(r"\$ .* UTC(?:, 1 of \d+ groups)?|# took \d+\.\d s|# failed with (exit status -?\d+)")
+SWEEP_MARK = re.compile(
+    r"\$ .* # (?P<begun>\d+-\d+-\d+ \d+:\d+:\d+ UTC)(, 1 of \d+ groups)?|# took (?P<took>\d+\.\d) s|"
+    r"# failed with (?P<failed>exit status -?\d+)"
+)
 LOG_TAIL_BYTES = 8192
 Read = TypeVar("Read")
 
@@ -290,4 +293,4 @@ def _last_end(run: RunDirectory) -> State | None:
         if run.metrics.stat().st_mtime > run.sweep_log.stat().st_mtime:
             return None
     marks = [found for line in log_tail(run) if (found := SWEEP_MARK.fullmatch(line))]
-    return State("failed", marks[-1][1]) if marks and marks[-1][1] else None
+    return State("failed", marks[-1]["failed"]) if marks and marks[-1]["failed"] else None

@@ -12,7 +12,6 @@ import ctypes
 import errno
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +36,7 @@ from harness.common.errors import (
 from harness.common.libraries import usable_cores
 from harness.common.lock import is_held
 from harness.common.messages import amount_text
+from harness.comparison.records import SWEEP_MARK
 from harness.runs.metrics import describe_progress, read_progress
 from harness.runs.throughput import cost
 from harness.sweeps.derived_runs import DerivedRun
@@ -49,11 +49,7 @@ REPORT_SECONDS = 60.0  # between two reports of progress, if the output is not a
 PR_SET_PDEATHSIG = 1  # prctl(2)
 C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
-TIME_FORMAT = "%Y-%m-%d %H:%M:%S UTC"
-# The lines that `SweepRunner._open_process` and `SweepRunner._end` write into sweep.log
-ATTEMPT_MARK = re.compile(
-    r"^\$ .* # (\d+-\d+-\d+ \d+:\d+:\d+ UTC)(?:, 1 of \d+ groups)?$|^# took (\d+\.\d) s$", re.MULTILINE
-)
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S UTC"  # of the lines that SWEEP_MARK matches
 
 # Devices that train one run at a time: their name, which is "" for the whole machine, and the environment variables
 # that give a process these devices.
@@ -98,12 +94,12 @@ def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, floa
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     begins: list[float] = []
     durations: list[float] = []
-    for begun, took in ATTEMPT_MARK.findall(text):
-        if begun:
-            begins.append(calendar.timegm(time.strptime(begun, TIME_FORMAT)))
+    for mark in filter(None, map(SWEEP_MARK.fullmatch, text.splitlines())):
+        if mark["begun"]:
+            begins.append(calendar.timegm(time.strptime(mark["begun"], TIME_FORMAT)))
             durations.append(0.0)
-        elif durations:
-            durations[-1] = float(took)
+        elif mark["took"] and durations:
+            durations[-1] = float(mark["took"])
     missing, next_begin = max(0.0, recorded - sum(durations)), time.time()
     for at in reversed(range(len(begins))):
         if not durations[at]:
