@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.common.errors import UserError
 from harness.common.json_files import strict_json
 from harness.common.options import TrainOptions
-from harness.mirror.fetch import Check, bring, newer_in_mirror, retried
+from harness.mirror.fetch import bring, newer_in_mirror, retried
 from harness.mirror.owner import Lease, remembered
 from harness.mirror.store import Mirror, open_mirror
 from harness.model.config import ModelConfig
@@ -52,7 +52,7 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
     check_same_experiment(experiment, mirror)
     found = None if options.restart or checkpoint else newer_in_mirror(mirror, experiment.run)
     if found and experiment.has_data():
-        check_of(mirror, experiment, experiment.provenance(experiment.open_data()))(found[1])
+        check_checkpoint(mirror, experiment, experiment.provenance(experiment.open_data()), found[1])
     rate = remembered(experiment.run).get("bytes_per_second")
     name, meta = found or (None, None)
     return InMirror(mirror.name, name, meta, rate)
@@ -77,21 +77,17 @@ def connect(
     check_same_experiment(experiment, mirror)
     lease = Lease(mirror, run)
     lease.take(wait=options.wait, take_over=options.take_over)
-    if brings and (name := bring(run, mirror, check_of(mirror, experiment, provenance))):
+    if brings and (name := bring(run, mirror, partial(check_checkpoint, mirror, experiment, provenance))):
         print(f"{run.path.name}: {name} was fetched from the mirror", flush=True)
     return mirror, lease
 
 
-def check_of(mirror: Mirror, experiment: Experiment, provenance: Provenance) -> Check:
-    """Return a function that raises UserError if this experiment cannot continue a checkpoint of the mirror."""
-
-    def check(meta: CheckpointMeta) -> None:
-        try:
-            check_continuable(meta, experiment.run.checkpoints, provenance)
-        except UserError as error:
-            raise another_experiment(mirror, str(error).removeprefix(f"{experiment.run.checkpoints}: ")) from None
-
-    return check
+def check_checkpoint(mirror: Mirror, experiment: Experiment, provenance: Provenance, meta: CheckpointMeta) -> None:
+    """Raise UserError if this experiment cannot continue the checkpoint of the mirror that `meta` describes."""
+    try:
+        check_continuable(meta, experiment.run.checkpoints, provenance)
+    except UserError as error:
+        raise another_experiment(mirror, str(error).removeprefix(f"{experiment.run.checkpoints}: ")) from None
 
 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
