@@ -257,7 +257,9 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     axes.set_ylim(low, high)
     baseline = [curve for curve in chart.curves[MOST_NAMED:] if curve.is_baseline]
     named = [*chart.curves[: MOST_NAMED - len(baseline)], *baseline]
-    names = iter(_labels([*(curve.label for curve in named), *references]))
+    labels = cut_names([*(curve.label for curve in named), *references], LONGEST_LABEL)
+    # matplotlib leaves labels that begin with an underscore out of the legend.
+    names = iter([f" {label}" if label.startswith("_") else label for label in labels])
     for number, curve in enumerate(named):
         color, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
         label = f"{next(names)}: {curve.y[-1]:.3f}" + (f" ({curve.run_count} runs)" if curve.run_count > 1 else "")
@@ -294,12 +296,6 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # missing glyphs are drawn as boxes
         empty = {"Software": None} if kind == "png" else dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(target, format=kind, metadata=empty)
-
-
-def _labels(names: Sequence[str]) -> list[str]:
-    """Return the names cut to about LONGEST_LABEL. A leading underscore gets a space in front of it, because matplotlib
-    leaves labels that begin with an underscore out of the legend."""
-    return [f" {name}" if name.startswith("_") else name for name in cut_names(names, LONGEST_LABEL)]
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
