@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from harness.common.errors import UserError, os_errors_as
 from harness.data.dataset import Dataset, dataset_folder, did_you_mean, is_present
+
+BUILTIN = "builtin/python-stdlib"
 
 
 def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
@@ -23,9 +24,11 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             if name.startswith("builtin/"):
-                build = _builder(name)
+                _check_builtin(name)
+                from harness.data.preparation.builtin import build_python_stdlib
+
                 print(f"Building {name} in {folder} ...", flush=True)
-                build(folder)
+                build_python_stdlib(folder)
             else:
                 from harness.data.hub import download_dataset
 
@@ -51,7 +54,7 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
     if is_present(datasets_dir, name, splits):
         return
     if name.startswith("builtin/"):
-        _builder(name)
+        _check_builtin(name)
     elif ask_hub:
         from harness.data.hub import download_work, list_dataset_files
 
@@ -61,12 +64,7 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
             raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
 
 
-def _builder(name: str) -> Callable[[Path], None]:
-    """Return the function that builds a builtin dataset. Raises UserError if no builtin dataset has that name."""
-    from harness.data.preparation.builtin import BUILTIN_DATASETS
-
-    if name not in BUILTIN_DATASETS:
-        raise UserError(
-            f'dataset "{name}": no builtin dataset has this name; choose from {", ".join(BUILTIN_DATASETS)}'
-        )
-    return BUILTIN_DATASETS[name]
+def _check_builtin(name: str) -> None:
+    """Raise UserError if no builtin dataset has that name."""
+    if name != BUILTIN:
+        raise UserError(f'dataset "{name}": no builtin dataset has this name; choose from {BUILTIN}')

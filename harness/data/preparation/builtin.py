@@ -1,7 +1,5 @@
-"""Datasets that are built on this machine, without network or account.
-
-`builtin/python-stdlib` is the text of the running Python's own standard library.
-"""
+"""The dataset `builtin/python-stdlib`, which is built on this machine, without network or account: the text of the
+running Python's own standard library."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import hashlib
 import platform
 import sys
 import sysconfig
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -53,9 +50,6 @@ def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> N
         names = ("meta.json", "tokenizer.json", *(f"{split}.safetensors" for split in SPLITS))
         if not all((folder / name).is_file() for name in names):
             raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
-
-
-BUILTIN_DATASETS: dict[str, Callable[[Path], None]] = {"builtin/python-stdlib": build_python_stdlib}
 
 
 def standard_library() -> dict[str, str]:
