@@ -13,6 +13,7 @@ from typing import NamedTuple
 import click
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from gpt import GPTModel
@@ -81,18 +82,15 @@ def batches(
     count = len(examples)
     order = range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
     for start in range(0, count, size):
-        chosen = [examples[index] for index in order[start : start + size]]
-        width = max(len(example.tokens) for example in chosen) - 1
         inputs, targets = [], []
-        for example in chosen:
-            row, padded = example.tokens, width - (len(example.tokens) - 1)
-            learnt = list(row[1:])
+        for index in order[start : start + size]:
+            row = torch.tensor(examples[index].tokens)
+            learnt = row[1:].clone()
             if answers_only:
-                hidden = min(example.answer_start - 1, len(learnt))  # the last token of the prompt predicts the answer
-                learnt[:hidden] = [IGNORED] * hidden
-            inputs.append([*row[:-1], *[padding] * padded])
-            targets.append([*learnt, *[IGNORED] * padded])
-        batch = Batch(torch.tensor(inputs).view(-1, width), torch.tensor(targets).view(-1, width))
+                learnt[: examples[index].answer_start - 1] = IGNORED  # the prompt's last token predicts the answer
+            inputs.append(row[:-1])
+            targets.append(learnt)
+        batch = Batch(pad_sequence(inputs, True, padding), pad_sequence(targets, True, IGNORED))
         if (batch.targets != IGNORED).any():
             yield batch
 
