@@ -42,10 +42,8 @@ def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:
     repeats, models). A repeat of a question counts only if all models have a score in it. Questions without such a
     repeat are left out of Q."""
     is_there_QxR = ~np.isnan(scores_QxRxM).any(axis=2)
-    repeats_Q = is_there_QxR.sum(axis=1)
-    answered = repeats_Q > 0
-    sums_QxM = np.where(is_there_QxR[:, :, None], scores_QxRxM, 0.0).sum(axis=1)
-    return sums_QxM[answered] / repeats_Q[answered, None]
+    whole_QxRxM = np.where(is_there_QxR[:, :, None], scores_QxRxM, np.nan)
+    return np.nanmean(whole_QxRxM[is_there_QxR.any(axis=1)], axis=1)
 
 
 def resampled_means(scores_QxM: np.ndarray, seed: int) -> np.ndarray:
