@@ -149,14 +149,15 @@ class Trainer:
         work.
 
         Raises RunStopped on every rank if any rank is asked to stop during an evaluation. Unless this is the last step,
-        also raises it if any rank was asked to stop before the checkpoint was saved, or, with `stop_if_diverged`, if
-        the training loss has diverged. Raises RunStopped as `report` does, and RunError on every rank as
-        `Checkpointer.save` and `Checkpointer.check_weights` do.
+        also raises it if any rank was asked to stop before the checkpoint was saved, if the gradients of
+        `max_skipped_steps` steps in a row were not finite, or, with `stop_if_diverged`, if the training loss has
+        diverged. Raises RunError on every rank as `Checkpointer.save` and `Checkpointer.check_weights` do.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = due or position.due_after(step, config)
+        is_skipping = False
         if "report" in due:
-            self.report(step)
+            is_skipping = self.report(step)
         elif due:  # the other work would wait for a GPU that may be steps behind, which is time of training
             with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
@@ -182,27 +183,28 @@ class Trainer:
         if due:  # an evaluation may have compiled more
             self.compile_cache.save()
         is_reported = due & {"report", "validation", "benchmarks"}  # perhaps by an earlier process
-        if is_reported and config.stop_if_diverged and state.has_diverged and step != position.last_step:
+        has_diverged = is_skipping or (is_reported and config.stop_if_diverged and state.has_diverged)
+        if has_diverged and step != position.last_step:
             raise RunStopped(DIVERGED)
 
-    def report(self, step: int) -> None:
-        """Wait for the device, then report the losses since the last report. Collective. Raises RunStopped on every
-        rank if the gradients of `max_skipped_steps` steps in a row were not finite, which is a divergence."""
+    def report(self, step: int) -> bool:
+        """Wait for the device, then report the losses since the last report. Return True if the gradients of
+        `max_skipped_steps` steps in a row were not finite, which is a divergence. Collective."""
         config = self.prepared.experiment.config
         with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
             metrics = self.meter.reduce(self.world, self.world.watchdog.own_seconds())
             if not metrics.microbatches:  # an earlier process has reported this step
-                return
+                return False
             self.state.add_report(metrics.loss, metrics.microbatches, metrics.skipped_steps)
             interval = min(filter(None, (config.report_interval, config.validation_interval, config.checkpoint_every)))
             patience = max(LEAST_PATIENCE, math.ceil(PATIENCE * self.prepared.position.total_steps / interval))
             self.state.follow_level(patience=patience, interval=interval)
             self.reporter.training(metrics, self.state, self.optimizer_step.learning_rate)
-        if metrics.skipped_in_a_row >= config.max_skipped_steps:
-            self.state.has_diverged = True
-            raise RunStopped(DIVERGED)
+            is_skipping = metrics.skipped_in_a_row >= config.max_skipped_steps
+            self.state.has_diverged |= is_skipping
+            return is_skipping
 
 
 def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -> None:

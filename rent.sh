@@ -66,28 +66,34 @@ begin() {
     printf '\n== %s (%d min %d s after the start)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
 }
 
-# Send to the mirror what it lacks because something has failed, for an hour at most, then run COMMAND. A signal ends the
-# push, but not this function. COMMAND would end another process that trains the run, and delete a model whose upload has
-# failed, so then it does not run.
-end_rental() {
+# is_trained: succeed if another process holds the run's lock for 20 s. Ranks whose launcher was killed hold it for less,
+# while they save a checkpoint. Signals do not end the wait.
+is_trained() {
     local held=0
-    trap "" PIPE HUP # the terminal may be closed
-    trap : TERM INT
-    # Ranks whose launcher was killed hold the run's lock while they save a checkpoint.
+    trap "" TERM INT
     [ ! -e "$here/.lock" ] || flock --wait 20 --conflict-exit-code 99 "$here/.lock" true || held=$?
-    if [ "$held" = 99 ]; then
-        echo "note: --on-end has not run: another process trains $run on this machine" >&2
-        return
-    elif "$is_unpublished" && [ -z "$mirror" ]; then
-        echo "warning: --on-end has not run: $run is on this machine alone; publish it, then end the rental by hand" >&2
-        return
-    fi
-    if ! "$is_sent" && [ -n "$mirror" ]; then
+    trap : TERM INT
+    [ "$held" = 99 ]
+}
+
+# Send to the mirror what it lacks because something has failed, for an hour at most, then run COMMAND. A signal ends the
+# push, but not this function. COMMAND would end another process that trains the run, and delete a model that is nowhere
+# else, so then it does not run.
+end_rental() {
+    trap "" PIPE HUP # the terminal may be closed
+    if ! is_trained && ! "$is_sent" && [ -n "$mirror" ]; then
         # 2: refused, for example because another machine has the run. A push that cannot print counts as failed.
         timeout 3600 sh -c 'until uv run mirror.py push "$@" >/dev/null || [ "$?" = 2 ]; do sleep 30; done' \
             push "$run" "$mirror" "${where[@]}" &
         trap 'kill -TERM "$!"' TERM INT
         wait "$!" || true
+    fi
+    if is_trained; then
+        echo "note: --on-end has not run: another process trains $run on this machine" >&2
+        return
+    elif "$is_unpublished" && [ -z "$mirror" ]; then
+        echo "warning: --on-end has not run: $run is on this machine alone; publish it, then end the rental by hand" >&2
+        return
     fi
     sh -c "$on_end" || echo "warning: --on-end failed; end the rental by hand" >&2
 }
@@ -101,7 +107,7 @@ if begin setup; then
     case "$mirror" in s3:* | sftp:*) extras+=(--extra "${mirror%%:*}") ;; gs:*) extras+=(--extra gcs) ;; esac
     if grep -q '"benchmark_tasks"' "$here/train.json"; then extras+=(--extra benchmarks); fi
     # The variable keeps a build of torch that was installed by hand (docs/performance.md); `uv sync` ignores it.
-    [ -n "${UV_NO_SYNC:-}" ] || uv sync ${extras[@]+"${extras[@]}"}
+    [ -n "${UV_NO_SYNC:-}" ] && [ -d .venv ] || uv sync ${extras[@]+"${extras[@]}"}
 fi
 [ -n "$processes" ] || processes="$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)"
 [ "${processes:-0}" != 0 ] || processes=1
@@ -160,15 +166,15 @@ if begin train; then
     trap - TERM INT HUP
     [ "$status" = 0 ] || exit "$status"
     is_sent=true
+    [ -z "$publish" ] || is_unpublished=true
 fi
 failed=0 # a model that cannot be measured is published all the same; only Ctrl-C ends the script
 if begin test; then
     uv run test_loss.py "$datasets" "$run" "${where[@]}" || failed=$?
+    if [ "$failed" != 130 ] && [ -n "$mirror" ]; then uv run mirror.py push "$run" "$mirror" "${where[@]}" || { failed=$? is_sent=false; }; fi
     [ "$failed" != 130 ] || exit 130
-    if [ -n "$mirror" ]; then uv run mirror.py push "$run" "$mirror" "${where[@]}" || { failed=$? is_sent=false; }; fi
 fi
 if [ -n "$publish" ] && begin publish; then
-    is_unpublished=true
     uv run convert_hf.py publish "$run" "$publish" "${where[@]}"
     is_unpublished=false
 fi

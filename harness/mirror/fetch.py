@@ -110,14 +110,14 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     """
     files, brought, is_damaged = retried(mirror, mirror.files), None, False
     refuse_if_set_aside(run, mirror, files)
-    _make_way(run, mirror, files)
+    damaged = _damaged_start(run, files)
     for name in names_in(files):
-        if step_of(name) <= _local_step(run):
+        if step_of(name) <= _local_step(run) and name != damaged:
             break
         meta = retried(mirror, partial(read_remote_meta, mirror, files, name))
         if meta is not None:
             check(meta)
-            if _bring_checkpoint(run, mirror, files, name, meta):
+            if _bring_checkpoint(run, mirror, files, name, meta, is_damaged_here=name == damaged):
                 brought = name
                 break
             is_damaged = True
@@ -134,19 +134,18 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     return brought
 
 
-def _make_way(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
-    """If the checkpoint that the run would continue from is damaged here and whole in the mirror, move it to a folder
-    below `aside/`."""
+def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
+    """Return the name of the checkpoint that the run would continue from, if it is damaged here and is among the
+    mirror's `files`, or else None."""
     start = choose_start(run.checkpoints, None)
-    if start is None or retried(mirror, partial(read_remote_meta, mirror, files, start.name)) is None:
-        return
+    if start is None or f"checkpoints/{start.name}/{META}" not in files:
+        return None
     try:
         verify_checkpoint(start)
-    except UserError as error:
-        folder = run.new_aside()
-        tell(f"note: {error}; it is now in {folder}, and the mirror's copy is fetched")
-        (run.checkpoints / LATEST).unlink(missing_ok=True)
-        move(start, folder / start.name)
+    except (UserError, OSError) as error:
+        tell(f"note: {error}; the mirror's copy is fetched")
+        return start.name
+    return None
 
 
 def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
@@ -166,10 +165,10 @@ def is_set_aside(files: dict[str, int], name: str) -> bool:
 
 
 def _bring_checkpoint(
-    run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta
+    run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta, *, is_damaged_here: bool
 ) -> bool:
     """Fetch a checkpoint and all that belongs to it, and set the links `latest` and `best`. Return False if it is
-    damaged.
+    damaged. If `is_damaged_here`, the run's own copy is moved to a folder below `aside/`.
 
     The checkpoint gets its name after all other files have been fetched. If the process is killed before that, the next
     one fetches what is missing; if it is killed later, nothing is missing.
@@ -178,7 +177,7 @@ def _bring_checkpoint(
     if best is None:  # a checkpoint of that step that was set aside has no meta.json
         of_step = [each for each in names_in(files) if step_of(each) == meta.best_step]
         best = next((each for each in of_step if f"checkpoints/{each}/{META}" in files), None)
-    if not (run.checkpoints / name).exists():
+    if is_damaged_here or not (run.checkpoints / name).exists():
         draft = fetch_checkpoint(run, mirror, files, name, meta)
         if draft is None:
             return False
@@ -195,6 +194,9 @@ def _bring_checkpoint(
             if not (is_stale or run.summary.exists()):
                 with atomic_file(run.summary) as file:
                     file.write_bytes(summary)
+        if is_damaged_here:
+            (run.checkpoints / LATEST).unlink(missing_ok=True)  # never leads nowhere
+            move(run.checkpoints / name, run.new_aside() / name)
         rename_whole(draft, lambda: run.checkpoints / name)
     if best is not None and (run.checkpoints / best).is_dir():
         point(run.checkpoints, BEST, run.checkpoints / best)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import UserError
 from harness.common.files import atomic_file
 from harness.common.lock import is_held
 from harness.common.messages import abbreviated, tell
@@ -86,9 +86,10 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
         run.lock()
         bring(run, mirror, lambda meta: None)
     fetch_results(run, mirror, files)
-    if run.summary.exists() and run.summary.name not in files and _is_of_set_aside(files, run.summary):
+    is_kept = is_further or is_trained_here
+    if not is_kept and run.summary.name not in files and _is_of_set_aside(files, run.summary):
         run.set_summary_and_chart_aside(run.new_aside())
-    replaced = [] if is_further or is_trained_here else [run.summary, run.chart, run.metrics]
+    replaced = [] if is_kept else [run.summary, run.chart, run.metrics]
     for path in [*(each for each in (run.model_json, run.train_json) if not each.exists()), *replaced]:
         content = retried(mirror, partial(mirror.read, path.name)) if path.name in files else None
         if content is not None and (path != run.metrics or _may_replace_metrics(run, content)):
@@ -102,8 +103,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
 
 def _is_of_set_aside(files: dict[str, int], summary: Path) -> bool:
     """Return True if the checkpoint at whose step a run's `summary` was written has been set aside among a mirror's
-    `files`. Returns False if the summary cannot be read."""
-    with suppress(UserError):
+    `files`. Returns False if there is no summary, or it cannot be read."""
+    with suppress(UserError, OSError):
         last = (read_summary(summary).global_steps or 0) - 1
         return any(step_of(name) == last and is_set_aside(files, name) for name in names_in(files))
     return False
@@ -176,8 +177,8 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
 
     Raises UserError if the mirror cannot be opened or is the run's own folder, if a process here trains the run, if
     another machine trains it (without `take_over`) or takes it meanwhile, if the mirror holds another experiment or a
-    later checkpoint, or as `refuse_if_set_aside` does. Raises RunError if the mirror cannot be read, owner.json cannot
-    be written or a checkpoint here is damaged, and the errors of the store if sending fails.
+    later checkpoint, if a checkpoint here is damaged, or as `refuse_if_set_aside` does. Raises RunError if the mirror
+    cannot be read or owner.json cannot be written, and the errors of the store if sending fails.
     """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself
@@ -198,7 +199,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
         uploads = Uploads(run, mirror, lease, keep=None, start_step=here[-1][0] if here else -1)
         uploads.push()
         if uploads.damaged:
-            raise RunError(f"{run.path}: {abbreviated(sorted(uploads.damaged))}: damaged here, and not sent")
+            raise UserError(f"{run.path}: {abbreviated(sorted(uploads.damaged))}: damaged here, and not sent")
     except LeaseLost as owner:
         raise UserError(f"mirror {mirror.name}: {owner} has taken the run meanwhile: stop it there first") from None
     finally:

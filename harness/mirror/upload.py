@@ -199,7 +199,7 @@ class Uploads:
             if f"checkpoints/{path.name}/{META}" in there:
                 try:
                     verify_checkpoint(path)
-                except UserError as error:
+                except (UserError, OSError) as error:
                     self.damaged.add(path.name)
                     self._say(f"warning: {error}; the mirror's copy is left as it is")
                     return

@@ -130,6 +130,7 @@ class TrainState(Progress):
         validation there are false alarms if the text stays much harder for a long time, or if the loss is noisy because
         a report covers only a few hundred tokens.
         """
+        self.has_diverged = False  # also if an earlier process ended because of skipped steps
         validated = [each for each in (self.val_loss, self.lowest_val_loss, self.best_loss) if each is not None]
         lowest_val_loss = min(filter(math.isfinite, validated), default=None)
         self.lowest_val_loss = lowest_val_loss
@@ -147,7 +148,7 @@ class TrainState(Progress):
         lowest = level if self.lowest_loss_level is None else min(level, self.lowest_loss_level)
         self.lowest_loss_level, since = lowest, self.above_level_since
         if level <= lowest + DIVERGED_BY:
-            self.above_level_since, self.has_diverged = None, False
+            self.above_level_since = None
             return
         self.above_level_since = since = self.global_step if since is None else since
         is_near_lowest = (

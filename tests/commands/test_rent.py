@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from email.message import Message
 from pathlib import Path
 
@@ -164,27 +165,29 @@ def test_what_is_not_in_the_mirror_is_sent_before_the_rental_ends(shop: Workshop
 
 def test_a_rental_does_not_end_while_another_process_trains_the_run(shop: Workshop) -> None:
     """The command is typed a second time while the first one trains. Training is refused."""
-    calls = pretend(
-        shop,
-        'if [ "$2" = ddp_train.py ]; then exit 2; fi',
-        flock='#!/bin/sh\nshift 2\nexec /usr/bin/flock --nonblock "$@"',
-    )
+    flock = f'#!/bin/sh\nshift 2\ntouch {shop.path}/waiting\nexec {shutil.which("flock")} --wait 2 "$@"'
+    calls = pretend(shop, 'if [ "$2" = ddp_train.py ]; then exit 2; fi', flock=flock)
     given = ["--skip", "setup,check,plan", "--on-end", f"echo end >> {calls}"]
     with (shop.runs / "r" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another process trains r" in finish([rent(shop, "r", *given)], expect=2, timeout=60).stderr
+        process = rent(shop, "r", *given)
+        wait_until(lambda: (shop.path / "waiting").exists(), process)
+        os.killpg(process.pid, signal.SIGINT)  # the user does not want to wait
+        assert "another process trains r" in finish([process], expect=2, timeout=60).stderr
     assert "end" not in calls.read_text()
     finish([rent(shop, "r", *given)], expect=2, timeout=60)
     assert calls.read_text().endswith("end\n")
 
 
+@pytest.mark.parametrize("part", ["convert_hf.py", "test_loss.py"])
 @pytest.mark.parametrize("is_mirrored", [False, True])
-def test_a_model_that_is_nowhere_else_stays(shop: Workshop, is_mirrored: bool) -> None:
-    calls = pretend(shop, 'if [ "$2" = convert_hf.py ]; then exit 1; fi')
+def test_a_model_that_is_nowhere_else_stays(shop: Workshop, is_mirrored: bool, part: str) -> None:
+    """Its upload fails, or the script ends before."""
+    calls = pretend(shop, f'if [ "$2" = {part} ]; then exit 130; fi')
     given = ["--mirror", f"file://{shop.path}/store"] if is_mirrored else []
     given += ["--publish", "me/m", "--on-end", f"echo end >> {calls}"]
-    finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=1, timeout=60)
-    assert calls.read_text().splitlines()[-1] == ("end" if is_mirrored else "convert_hf.py publish")
+    finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=130, timeout=60)
+    assert (calls.read_text().splitlines()[-1] == "end") == is_mirrored
 
 
 def test_without_a_reader_a_push_is_not_repeated(shop: Workshop) -> None:
@@ -233,6 +236,7 @@ def test_a_signal_ends_a_push_and_the_rental(shop: Workshop) -> None:
     given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {calls}"]
     process = rent(shop, "r", "--skip", "setup,check,plan", *given)
     wait_until(lambda: calls.exists() and "push" in calls.read_text(), process)
+    time.sleep(0.5)  # until the script waits for it
     process.terminate()
     finish([process], expect=1, timeout=60)
     assert calls.read_text().splitlines()[-1] == "end"

@@ -226,6 +226,27 @@ def test_half_a_result_is_not_waited_for(tmp_path: Path, how: str, error: str) -
     assert (done.stdout, done.stderr) == (f"{error}\n", "")
 
 
+SLOWLY_STARTED = """
+import multiprocessing.context as context, os, sys, time
+sys.path.insert(0, sys.argv[1])
+from harness.data.preparation.encode import encoder_processes
+
+start = context.SpawnProcess.start
+context.SpawnProcess.start = lambda self: (time.sleep(1), start(self))
+if __name__ == "__main__":
+    with encoder_processes(3) as pool:
+        print(len([pool.submit(os.getpid).result() for _ in range(6)]))
+"""
+
+
+def test_processes_may_start_slowly(tmp_path: Path) -> None:
+    """The first ones are then idle before the last one starts."""
+    (tmp_path / "slowly.py").write_text(SLOWLY_STARTED)
+    command = [sys.executable, str(tmp_path / "slowly.py"), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("6\n", "")
+
+
 @pytest.fixture
 def begun(preparer: Preparer, tmp_path: Path) -> Preparer:
     """Preparer for a folder of texts whose second file is broken."""

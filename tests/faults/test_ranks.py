@@ -100,6 +100,18 @@ def test_infected_for_good(shop: Workshop, exhaustive: bool) -> None:
         assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
+def test_skipped_steps_at_the_end_and_before_a_change(shop: Workshop) -> None:
+    """A run whose last steps are skipped is validated and finished. One that was ended by skipped steps continues."""
+    infection, settings = Infection("nan", 1, 2, "fp32"), SETTINGS | {"max_skipped_steps": 3}
+    late, early = shop.add_run("late", **settings), shop.add_run("early", **settings)
+    shop.train(late.name, prelude=infection.prelude(range(STEPS - 3, STEPS)))
+    assert json.loads((late / "summary.json").read_text())["has_diverged"]
+    assert [each["global_step"] for each in metrics(late) if each["event"] == "validation"][-1] == STEPS - 1
+    shop.train(early.name, prelude=infection.prelude(range(3, 6)), expect=4)
+    shop.train(early.name)
+    assert not json.loads((early / "summary.json").read_text())["has_diverged"]
+
+
 @pytest.mark.fault("a loss that is not finite", "null in the metrics; best does not move")
 def test_infected_losses(shop: Workshop, exhaustive: bool) -> None:
     """If a training or validation loss is NaN at some steps, it is null in the metrics and does not change which

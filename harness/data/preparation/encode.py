@@ -214,8 +214,9 @@ def encoder_processes(count: int) -> Iterator[Executor]:
         if count > 1:
             with _without_interrupts():
                 pool = ProcessPoolExecutor(count, context, _initialize_process)
-                for _ in range(count):
-                    pool.submit(os.getpid)  # makes the pool start a process
+                # private: `submit` starts no process while another is idle
+                pool._launch_processes()  # type: ignore[attr-defined]
+                pool.submit(os.getpid)  # starts the pool's thread
             # private: nothing public closes this process's writing end
             pool._result_queue._writer.close()  # type: ignore[attr-defined]
             Thread(target=_end_together, args=(multiprocessing.active_children(),), daemon=True).start()
