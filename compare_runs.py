@@ -145,7 +145,7 @@ def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tu
         if name in {run.path.name for run in find_runs(runs_dir, compared)}:
             return (name,)
         arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, ())], name)
-        own = arms.arm_of(name) or ""
+        own = arms.arm_with(name) or ""
         members = *arms.run_names.get(own, ()), *arms.diverged.get(own, ())
         return (name, *(each for each in members if each != name))
     except UserError:

@@ -66,8 +66,8 @@ begin() {
     printf '\n== %s (%d min %d s after the start)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
 }
 
-# is_trained: succeed if another process holds the run's lock for 20 s. Ranks whose launcher was killed hold it for less,
-# while they save a checkpoint. Signals do not end the wait.
+# is_trained: succeed if another process holds the run's lock for 20 s. Ranks whose launcher was killed hold it while
+# they save a checkpoint. Signals do not end the wait.
 is_trained() {
     local held=0
     trap "" TERM INT
@@ -76,13 +76,13 @@ is_trained() {
     [ "$held" = 99 ]
 }
 
-# Send to the mirror what it lacks because something has failed, for an hour at most, then run COMMAND. A signal ends the
-# push, but not this function. COMMAND would end another process that trains the run, and delete a model that is nowhere
-# else, so then it does not run.
+# Send to the mirror what it lacks because something has failed, for an hour at most, then run COMMAND. A signal ends
+# the push, but not this function. COMMAND would end another process that trains the run, and delete a model that is
+# nowhere else, so then it does not run.
 end_rental() {
     trap "" PIPE HUP # the terminal may be closed
     if ! is_trained && ! "$is_sent" && [ -n "$mirror" ]; then
-        # 2: refused, for example because another machine has the run. A push that cannot print counts as failed.
+        # 2: refused, for example because another machine has the run. A push would fail if it could not print.
         timeout 3600 sh -c 'until uv run mirror.py push "$@" >/dev/null || [ "$?" = 2 ]; do sleep 30; done' \
             push "$run" "$mirror" "${where[@]}" &
         trap 'kill -TERM "$!"' TERM INT
@@ -118,8 +118,8 @@ case "$mirror" in
     ?*) training+=(--mirror "$mirror" --wait) ;;
 esac
 
-# What an earlier machine has begun continues with the settings with which it began, but with this machine's price, limits
-# and other keys that do not affect the result.
+# What an earlier machine has begun continues with the settings with which it began, but with this machine's price,
+# limits and other keys that do not affect the result.
 is_begun=false
 if [ -n "$(ls "$here/checkpoints" 2>/dev/null)" ]; then
     is_begun=true
@@ -131,11 +131,14 @@ elif [ -n "$mirror" ]; then
         uv run mirror.py fetch "$mirror" "$run" --without-weights --runs-dir "$runs/.from-mirror"
         uv run python - "$here/train.json" "$runs/.from-mirror/$run/train.json" <<'END'
 import json, pathlib, sys
+from harness.common.errors import one_line_errors
+from harness.common.json_files import read_json_object
 from harness.runs.train_config import Affects, keys_affecting
 
 here, there = map(pathlib.Path, sys.argv[1:])
-mine, began = (json.loads(path.read_text(encoding="utf-8-sig")) for path in (here, there))
-free = keys_affecting(Affects.NOTHING)
+with one_line_errors():
+    mine, began = read_json_object(here), read_json_object(there)
+free = {*keys_affecting(Affects.NOTHING)} - {"epochs"}  # with which min_train_tokens -1 has its length
 both = {key: value for key, value in began.items() if key not in free}
 both |= {key: value for key, value in mine.items() if key in free}
 there.write_text(here.read_text() if both == mine else json.dumps(both, indent=4) + "\n")
@@ -171,7 +174,9 @@ fi
 failed=0 # a model that cannot be measured is published all the same; only Ctrl-C ends the script
 if begin test; then
     uv run test_loss.py "$datasets" "$run" "${where[@]}" || failed=$?
-    if [ "$failed" != 130 ] && [ -n "$mirror" ]; then uv run mirror.py push "$run" "$mirror" "${where[@]}" || { failed=$? is_sent=false; }; fi
+    if [ "$failed" != 130 ] && [ -n "$mirror" ]; then
+        uv run mirror.py push "$run" "$mirror" "${where[@]}" || { failed=$? is_sent=false; }
+    fi
     [ "$failed" != 130 ] || exit 130
 fi
 if [ -n "$publish" ] && begin publish; then

@@ -25,9 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+AGAIN = "run the same command again"
 # How long a rank waits for another rank to print the error before it prints its own error and exits. torchrun ends all
 # ranks as soon as the first one has exited, so exiting earlier could cut off the other rank's message.
-AGAIN = "run the same command again"
 SPEAKER_PATIENCE_SECONDS = 10.0
 TELLING_SECONDS = 1.0
 # SIGHUP: the terminal has been closed, or the connection to it has broken. SIGQUIT: Ctrl-\, which torchrun passes on.
@@ -112,7 +112,7 @@ EXIT = Exit()
 def tell_how_to_continue(undoing: str | None) -> None:
     """Make this process's messages say that the same command continues its work, but not with `undoing`, such as
     "--restart": options that it was started with and that undo earlier work. None if there are none."""
-    EXIT.again = f"{AGAIN} (without {undoing})" if undoing else AGAIN
+    EXIT.again = f"{AGAIN} (without {undoing} if that has taken effect)" if undoing else AGAIN
 
 
 @contextmanager

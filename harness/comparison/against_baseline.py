@@ -77,7 +77,7 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     verdicts, and its `title` gives the reason.
     """
     arms = find_arms(records, baseline)
-    own = arms.arm_of(baseline) or next((arm for arm, names in arms.diverged.items() if baseline in names), None)
+    own = arms.arm_with(baseline)
     if own is None:
         state = next(record.state.word for record in records if record.name == baseline)
         reason = f'its state is "{state}": only runs that were trained here to their end are compared'

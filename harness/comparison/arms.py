@@ -50,6 +50,10 @@ class Arms:
         """Return the name of the arm that contains the run `run`, or None if no arm does."""
         return next((arm for arm, names in self.run_names.items() if run in names), None)
 
+    def arm_with(self, run: str) -> str | None:
+        """Return the name of the arm to which the run `run` belongs, diverged or not, or None if it belongs to none."""
+        return self.arm_of(run) or next((arm for arm, names in self.diverged.items() if run in names), None)
+
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
     """Divide the finished runs into arms, each of runs that differ only in their seeds. The arms are in the order of

@@ -117,9 +117,9 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
 
 
 def _give_up_connecting(local_rank: int) -> None:
-    """End this process because the ranks' devices have not connected. One rank of each machine prints the reason."""
+    """End this process because the ranks have not connected to each other. One rank of each machine prints this."""
     if local_rank == 0:
-        tell_soon("the ranks met, but their devices have not connected; NCCL_DEBUG=INFO shows the cause")
+        tell_soon(f"the ranks met, but have not connected; NCCL_DEBUG=INFO shows why on GPUs; {EXIT.again} to continue")
     else:
         time.sleep(TELLING_SECONDS)
     os._exit(1)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from harness.common.errors import UserError, signals_to
 from harness.common.messages import GIB
-from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, names_in, step_of
+from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, names_in, read_remote_meta, step_of
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
@@ -196,13 +196,15 @@ class Uploads:
         self.sending, began, sent = path.name, time.monotonic(), 0
         try:
             files = sorted(files_of(path))
-            if f"checkpoints/{path.name}/{META}" in there:
+            if read_remote_meta(self.mirror, there, path.name) is not None:
                 try:
                     verify_checkpoint(path)
                 except (UserError, OSError) as error:
-                    self.damaged.add(path.name)
-                    self._say(f"warning: {error}; the mirror's copy is left as it is")
+                    if path.exists():  # else `keep_checkpoints` has deleted it meanwhile
+                        self.damaged.add(path.name)
+                        self._say(f"warning: {error}; the mirror's copy is left as it is")
                     return
+            if f"checkpoints/{path.name}/{META}" in there:
                 self.mirror.delete(f"checkpoints/{path.name}/{META}")  # not whole until the last file is sent
             for file in files:
                 remote = f"checkpoints/{path.name}/{file.name}"
@@ -324,7 +326,8 @@ class Uploads:
     def _bar(self) -> tqdm | None:
         """Return a progress bar for the bytes of the checkpoints still to be sent. If standard error is no terminal,
         print a line instead and return None."""
-        files = [file for path in self._wanted() if path.name not in self._whole for file in files_of(path)]
+        unsent = [path for path in self._wanted() if path.name not in self._whole | self.damaged]
+        files = [file for path in unsent for file in files_of(path)]
         sent = (self._versions.get(f"checkpoints/{file.parent.name}/{file.name}") == version(file) for file in files)
         left = sum(file.stat().st_size for file, is_sent in zip(files, sent, strict=True) if not is_sent)
         if not sys.stderr.isatty():

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from harness.common.errors import RunError, os_errors_as
+from harness.common.errors import EXIT, RunError, os_errors_as
 from harness.common.files import replace_text
 from harness.common.json_files import check_recorded, parse_config, read_json_object
 from harness.model.config import ModelConfig
@@ -155,7 +155,7 @@ def summarize(
 def write_summary(run: RunDirectory, summary: RunSummary) -> None:
     """Write a run's summary.json, and print the summary. Raises RunError if the file cannot be written."""
     text = json.dumps(summary.model_dump(exclude_unset=True), indent=2, allow_nan=False)
-    remedy = "; the last checkpoint is saved: fix the cause, and run the same command again to write the summary"
+    remedy = f"; the last checkpoint is saved: fix the cause, and {EXIT.again} to write the summary"
     with os_errors_as(RunError, f"{run.summary}: cannot write the summary", remedy):
         replace_text(run.summary, text + "\n")
     print("\n" + describe_summary(summary), flush=True)

@@ -273,13 +273,15 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
     step_config = config.model_copy(update={"precision": precision})
     check_memory(experiment.model)
     with explained_failures(config.microbatch_size, StopRequest()):
-        step = build_training_step(experiment, step_config, world, partition=StatePartition.for_world(world))
+        step = build_training_step(
+            experiment, step_config, world, partition=StatePartition.for_world(world), place=None
+        )
         cache = CompileCache.of(experiment, step_config, world)
         cache.load()
         length = experiment.model.context_length
         tokens = np.random.default_rng(0).integers(0, experiment.model.vocab_size, layout.microbatch_size * length + 1)
         microbatch = Microbatch.consecutive(tokens, length)
-        step.warm_up(microbatch, world, Place(0, "machine"))
+        step.warm_up(microbatch, world, None)
 
         def seconds_of(steps: int) -> float:
             world.barrier()

@@ -93,7 +93,11 @@ def test_a_baseline_is_a_run_or_an_arm(tmp_path: Path) -> None:
     assert "Against lr-0.001-seed-2 (1 run)" in alone, "if it is named among the runs, the others of its arm are not"
     lost = RunFolder(tmp_path, "lr-0.002-seed-3", {"learning_rate": 0.002, "random_seed": 3})
     lost.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
-    for baseline in ("lr-0.002-seed-2", "lr-0.002"):  # its diverged runs count, although they are not named
+    for baseline in (
+        "lr-0.002-seed-2",
+        "lr-0.002-seed-3",
+        "lr-0.002",
+    ):  # its diverged runs count, although they are not named
         assert "lr-0.002-seed-3, of lr-0.002, diverged" in " ".join(
             compare(tmp_path, "lr-0.001*", "--baseline", baseline).stdout.split()
         )
