@@ -291,6 +291,8 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
         found = verdict.difference
         if verdict.word != "inconclusive" or verdict.interval is None or found is None:
             continue
+        if not verdict.interval[0] <= 0 <= verdict.interval[1]:  # inconclusive because a seed diverged
+            continue
         if found.is_limited_by_text:
             limited.append(verdict.arm)
         if isinstance(found.training, LossEstimate) and found.training.may_be_zero():
