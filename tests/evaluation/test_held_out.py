@@ -27,7 +27,7 @@ from harness.common.files import move, sha256
 from harness.data.dataset import TokenFile
 from harness.data.tokenizers import load_tokenizer, train_bpe
 from harness.evaluation import loss
-from harness.evaluation.loss import HeldOutText
+from harness.evaluation.loss import HeldOutText, window_losses
 from harness.hf.export import export_tokenizer
 from harness.model.config import load_model_config
 from harness.runs import directory
@@ -517,6 +517,23 @@ def test_a_checkpoint_that_is_deleted_meanwhile_costs_no_other_result(
     assert "Loss on the test split" in done.stdout
     assert "runs/s/checkpoints" in done.error_lines[0]
     assert done.status == 2
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_measured_has_its_result(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shutil.copytree(shop.runs / "r", shop.runs / "t", symlinks=True)
+    shutil.rmtree(run / "results", ignore_errors=True)
+
+    def measure_and_delete(*arguments: Any) -> Any:
+        losses = window_losses(*arguments)
+        shutil.rmtree((run / "checkpoints" / "best").resolve())
+        return losses
+
+    monkeypatch.setattr("harness.evaluation.loss.window_losses", measure_and_delete)
+    done = measure(shop, "t")
+    assert (done.status, done.stderr) == (0, "")
+    assert list((run / "results").glob("*.json"))
 
 
 def test_what_stands_in_a_results_place(shop: Workshop, tmp_path: Path) -> None:

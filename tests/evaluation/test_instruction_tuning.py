@@ -293,6 +293,18 @@ def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path) -> None:
     assert "has not been taught" not in card
 
 
+def test_answers_that_another_process_writes_meanwhile_stay(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_late(*arguments: Any) -> Any:
+        (shop.path / "late.json").write_text("of the other process")
+        return answer(*arguments)
+
+    monkeypatch.setattr("harness.evaluation.instruct.finetune.answer", answer_late)
+    done = ift(shop, "--data data.json --max-epochs 1 --responses-only --responses late.json")
+    assert done.status == 0, done
+    assert (shop.path / "late.json").read_text() == "of the other process"
+    assert len(read_responses(shop.path / "late-2.json").responses) == 4
+
+
 def test_scores_stay_in_the_run_whose_folder_has_the_answers(shop: Workshop) -> None:
     with FakeJudge() as judge:
         for place in ("", "--responses elsewhere.json"):
