@@ -140,11 +140,14 @@ def is_held(path: Path) -> bool | None:
         return None
     if owner is None or owner.process.is_gone():
         return False
-    # OSError: another process holds the lock, or the file system has no locks.
-    with suppress(OSError), path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False  # the owner has ended, and a later process has its pid; closing the file frees the lock again
-    return True
+    try:
+        with path.open("rb") as file:  # closing it frees the lock again
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:  # removed meanwhile
+        return False
+    except OSError:  # another process holds the lock, or the file system has no locks
+        return True
+    return False  # the owner has ended, and a later process has its pid
 
 
 def _writing(path: Path) -> AbstractContextManager[None]:

@@ -87,7 +87,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
         bring(run, mirror, lambda meta: None)
     fetch_results(run, mirror, files)
     is_kept = is_further or is_trained_here
-    if not is_kept and run.summary.name not in files and _is_of_set_aside(files, run.summary):
+    if not is_kept and run.summary.name not in files and _summary_was_set_aside(files, run.summary):
         run.set_summary_and_chart_aside(run.new_aside())
     replaced = [] if is_kept else [run.summary, run.chart, run.metrics]
     for path in [*(each for each in (run.model_json, run.train_json) if not each.exists()), *replaced]:
@@ -101,8 +101,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     return run.path
 
 
-def _is_of_set_aside(files: dict[str, int], summary: Path) -> bool:
-    """Return True if the checkpoint at whose step a run's `summary` was written has been set aside among a mirror's
+def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
+    """Return True if the last checkpoint of the training that `summary` describes has been set aside among a mirror's
     `files`. Returns False if there is no summary, or it cannot be read."""
     with suppress(UserError, OSError):
         last = (read_summary(summary).global_steps or 0) - 1
