@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import EXIT, RunError, UserError
 from harness.common.files import SAFE_NAME, check_name, check_writable, draft_folder, move, rename_whole, sha256, sync
 from harness.common.messages import GIB, abbreviated, nearest
 from harness.model.tensor_names import META, WEIGHTS
@@ -145,8 +145,8 @@ def _failure(error: BaseException, folder: Path, step: int) -> str:
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / GIB
         failed, remedy, reason = "cannot write", "fix the cause", f"{reason} ({free:.2f} GiB free)"
     return (
-        f"{failed} the checkpoint of step {step}: {reason}; older checkpoints are whole; {remedy} and run the command "
-        "again, without --restart, to continue"
+        f"{failed} the checkpoint of step {step}: {reason}; older checkpoints are whole; {remedy} and {EXIT.again} "
+        "to continue"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from harness.common.errors import RunError, UserError, os_errors_as
+from harness.common.errors import EXIT, RunError, UserError, os_errors_as
 from harness.common.files import refuse_special, sync
 from harness.common.json_files import finite
 from harness.common.messages import tell
@@ -138,7 +138,7 @@ class MetricsFile:
                 sync(self.path)
 
     def _writing(self) -> AbstractContextManager[None]:
-        remedy = "; fix the cause and run the command again, without --restart, to continue"
+        remedy = f"; fix the cause and {EXIT.again} to continue"
         return os_errors_as(RunError, f"{self.path}: cannot write metrics", remedy)
 
     def size(self) -> int:

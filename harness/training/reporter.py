@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from harness.common.errors import CEILING, DIVERGED, UserError, described, say_last
+from harness.common.errors import CEILING, DIVERGED, EXIT, UserError, described, say_last
 from harness.common.memory import peak_bytes
 from harness.common.messages import GIB, WIDTH, escape_controls
 from harness.common.program import program_commit, program_versions
@@ -241,14 +241,13 @@ class Reporter:
             return
         step = state.global_step
         done = f"after global step {step}" if step >= 0 else "before the first step"
-        again = "run the same command again (without --restart or a CHECKPOINT)"
         self.metrics.make_durable()
         self.chart.finish(STOPPED_CHART_SECONDS)
         if reason == CEILING:
             config = self.prepared.experiment.config
             left = self.clock.ceilings(config)
             key = min(left, key=lambda each: left[each])
-            cause, remedy = f"{key} {getattr(config, key):g} of train.json", f"raise {key} and {again}"
+            cause, remedy = f"{key} {getattr(config, key):g} of train.json", f"raise {key} and {EXIT.again}"
         elif reason == DIVERGED and self.skipped_in_a_row >= self.prepared.experiment.config.max_skipped_steps:
             cause = f"max_skipped_steps (gradients were not finite in {self.skipped_in_a_row} steps in a row)"
             remedy = f"give a CHECKPOINT well before step {step} and lower learning_rate or set clipping_max_norm"
@@ -259,7 +258,7 @@ class Reporter:
                 f"give a CHECKPOINT well before step {since} and lower learning_rate, or set stop_if_diverged to false"
             )
         else:
-            cause, remedy = described(reason), again
+            cause, remedy = described(reason), EXIT.again
         say_last(f"stopped by {cause} {done}; to continue, {remedy}")
 
     def summary(self, state: TrainState) -> None:

@@ -261,7 +261,7 @@ checkpoints._write_files = write_without_memory
 
 def test_a_save_without_memory_does_not_blame_the_disk(shop: Workshop) -> None:
     run = shop.add_run()
-    result = shop.train(ranks=1, expect=1, prelude=STARVED)
+    result = shop.train(run.name, "--restart", ranks=1, expect=1, prelude=STARVED)
     (line,) = result.error_lines
     assert (
         f"{run / 'checkpoints'}: out of memory while writing the checkpoint of step 0: can't start new thread" in line
