@@ -110,8 +110,8 @@ EXIT = Exit()
 
 
 def tell_how_to_continue(undoing: str | None) -> None:
-    """Make this process's messages say that the same command continues its work, but not with `undoing`, such as
-    "--restart": options that it was started with and that undo earlier work. None if there are none."""
+    """Set `EXIT.again`, the remedy in this process's messages: to run the same command again, but without `undoing`.
+    These are the options of the command that undo earlier work, such as "--restart"; None if there are none."""
     EXIT.again = f"{AGAIN} (without {undoing} if that has taken effect)" if undoing else AGAIN
 
 
@@ -261,10 +261,10 @@ def say_last(text: str) -> None:
 
 
 def _mark_of_the_end() -> Path | None:
-    """Return the file by which a rank learns that an earlier start of the ranks by the same torchrun ended for good.
-    Its folder, one for each torchrun, is that of torchrun's logs: TORCHELASTIC_ERROR_FILE is
-    attempt_N/LOCAL_RANK/error.json in it. Return None if torchrun has not started this process."""
-    # A scheduler, too, may set the first variable.
+    """Return the path of the file that `end_for_good` writes and `exit_if_ended` reads, or None if torchrun has not
+    started this process. The file is in the folder of torchrun's logs, of which each torchrun has its own.
+    TORCHELASTIC_ERROR_FILE is attempt_N/LOCAL_RANK/error.json in this folder."""
+    # TORCHELASTIC_ERROR_FILE alone is not enough, because a scheduler may set it, too.
     file = os.environ.get("TORCHELASTIC_ERROR_FILE") if "TORCHELASTIC_RUN_ID" in os.environ else None
     return Path(file).parents[2] / "ended-for-good" if file else None
 
@@ -321,7 +321,7 @@ def interrupt_on_stopping_signals() -> None:
 
 
 def ignores_hangup() -> bool:
-    """True if this process ignores SIGHUP, as under nohup, so that it outlives its terminal."""
+    """Return True if this process ignores SIGHUP, as under nohup, so that it outlives its terminal."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 

@@ -122,8 +122,8 @@ def free_draft_path(final: Path) -> Path:
 
 
 def draft_prefix(final: Path) -> str:
-    """Return the prefix of the names of this host's drafts of the folder `final`. The pid of the process that writes a
-    draft follows it. Other hosts, which may share the file system, have other prefixes."""
+    """Return the prefix of the names of this host's drafts of the folder `final`. In each name it is followed by the
+    pid of the process that writes the draft. Other hosts, which may share the file system, have other prefixes."""
     return f".{final.name}.partial-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 

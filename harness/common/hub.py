@@ -43,7 +43,7 @@ class HubWork:
     named_by: str  # where the user gave the name: 'the "dataset" key in train.json'
     by_hand: str  # what the user can do instead: "upload the folder by hand"
     again: str = "running the same command again resumes"  # what a second try does
-    verb: str = "read"
+    verb: str = "read"  # what the user's token must permit: "read" or "write to"
 
     def failed(self, problem: str, remedy: str) -> UserError:
         """Return the one-line error for the user. The user's token is masked in case a library's message quotes it."""

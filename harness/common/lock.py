@@ -27,7 +27,7 @@ class Owner:
     """The content of a lock file: the process that holds the lock, or held it last."""
 
     process: ProcessName
-    since: str
+    since: str  # date and time (UTC) of the record
     torchrun: str  # the owner's launcher, as `launcher_name` returns it
     began: bool  # True once the owner, or an earlier process of the same launcher, has begun to train
 
@@ -42,7 +42,7 @@ class Owner:
         return None
 
     def is_here(self) -> bool:
-        """True if this process can see whether the owner is alive."""
+        """Return True if this process can see whether the owner is alive."""
         return self.process.is_neighbor_of(ProcessName.own())
 
 

@@ -31,7 +31,7 @@ OWN_CUDA_BYTES = 2**31
 NO_CUDNN_PLAN = "No valid execution plans"
 # If this much of a GPU's memory is free, memory is not the reason for that message.
 PLAN_BYTES = CUDA_RESERVE_BYTES // 2
-CGROUP = Path("/sys/fs/cgroup")  # of the container that this process runs in; has these files with cgroup v2 only
+CGROUP = Path("/sys/fs/cgroup")  # of this process's container; only cgroup v2 has the files that are read here
 # Messages of libraries and the system for a failed allocation. torch's own allocator has an exception class for it.
 OUT_OF_MEMORY = re.compile(
     "|".join(
@@ -166,7 +166,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an exception means that memory ran out, on any device."""
+    """Return True if an exception means that memory ran out, on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if NO_CUDNN_PLAN in str(error) and torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] >= PLAN_BYTES:
@@ -175,7 +175,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def says_out_of_memory(text: str) -> bool:
-    """True if the text contains a message of a library or the system about a failed allocation."""
+    """Return True if the text contains a message of a library or the system about a failed allocation."""
     return OUT_OF_MEMORY.search(text) is not None
 
 

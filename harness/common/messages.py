@@ -114,7 +114,7 @@ def document_count(documents: int) -> str:
 
 
 def is_hub_name(text: str) -> bool:
-    """True if a text has the form owner/name of models and datasets on the Hugging Face Hub."""
+    """Return True if a text has the form owner/name of models and datasets on the Hugging Face Hub."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None
 
 
@@ -125,8 +125,8 @@ def as_unicode(name: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """True if the text can be encoded. A JSON string can hold a lone surrogate, which no file, terminal or other
-    program accepts."""
+    """Return True if the text can be encoded. A JSON string can hold a lone surrogate, which no file, terminal or
+    other program accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:

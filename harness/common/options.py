@@ -32,7 +32,7 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """A `Command` that has subcommands. A call without one is an error of one line."""
+    """A `Command` that has subcommands. A call without one prints a one-line error."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings | {"no_args_is_help": False})

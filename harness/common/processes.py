@@ -57,12 +57,12 @@ class ProcessName:
         return cls(socket.gethostname(), os.getpid(), namespace)
 
     def is_neighbor_of(self, other: ProcessName) -> bool:
-        """True if both processes' pids belong to the same host and namespace."""
+        """Return True if both processes' pids belong to the same host and namespace."""
         return (self.host, self.namespace) == (other.host, other.namespace)
 
     def is_gone(self) -> bool:
-        """True if the process has ended. The process must have the same host and namespace as this one, but may belong
-        to another user. A zombie (a process whose parent has not yet read its exit status) counts as ended."""
+        """Return True if the process has ended. The process must have the same host and namespace as this one, but may
+        belong to another user. A zombie (a process whose parent has not yet read its exit status) counts as ended."""
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):  # OverflowError: a number that is too large for a pid
@@ -114,7 +114,7 @@ def started_by_torchrun() -> bool:
 
 
 def is_launched() -> bool:
-    """True if torchrun or the option --processes of a command started this process."""
+    """Return True if torchrun or the option --processes of a command started this process."""
     return PARENT in os.environ or started_by_torchrun()
 
 
@@ -128,8 +128,8 @@ def launcher_name() -> str:
 
 
 def has_ended(name: str) -> bool:
-    """True if a launcher on this machine is known to have ended. `name` is what `launcher_name` returned in a rank of
-    this launcher."""
+    """Return True if a launcher on this machine is known to have ended. `name` is what `launcher_name` returned in a
+    rank of this launcher."""
     pid, _, started = name.partition(" ")
     return pid.isdecimal() and started.isdecimal() and start_time(int(pid)) != started
 
@@ -147,7 +147,7 @@ def exit_when_launcher_dies() -> None:
 
 
 def is_launcher_gone() -> bool:
-    """True once the launcher has ended. The system has then given this process another parent."""
+    """Return True once the launcher has ended. The system has then given this process another parent."""
     return _launcher not in (0, os.getppid())
 
 
@@ -173,19 +173,19 @@ def _look_after_launcher() -> None:
         _leave(f"; no checkpoint was written within {ENDING_SECONDS:g} s")
 
 
-def _leave(where: str) -> None:
-    is_told = EXIT.is_explained or EXIT.has_own_reason
+def _leave(remark: str) -> None:
+    is_printed = EXIT.is_explained or EXIT.has_own_reason
     EXIT.is_explained = True
-    if os.environ.get("LOCAL_RANK", "0") == "0" and not is_told:
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not is_printed:
         name = "the process that started all ranks (--processes)" if PARENT in os.environ else "torchrun"
-        tell_soon(f"{name} has ended (killed?), and its processes with it{where}; {EXIT.again} to continue")
+        tell_soon(f"{name} has ended (killed?), and its processes with it{remark}; {EXIT.again} to continue")
     os._exit(1)
 
 
 def _is_orphan() -> bool:
-    """True if the launcher had already ended when this process read the launcher's pid. ddp_train.py passes its pid to
-    its ranks. torchrun does not, but its store refuses connections once torchrun has ended. False on machines other
-    than the store's, where this cannot be known."""
+    """Return True if the launcher had already ended when this process read the launcher's pid. ddp_train.py passes its
+    pid to its ranks. torchrun does not, but its store refuses connections once torchrun has ended. Returns False on
+    machines other than the store's, where this cannot be known."""
     if PARENT in os.environ:
         return os.environ[PARENT] != str(os.getppid())
     if os.environ.get("GROUP_RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -10,15 +10,15 @@ import numpy as np
 
 RESAMPLES = 10_000
 RESAMPLES_AT_ONCE = 200
-FEW = 5  # values, which may be equal by chance
+FEW = 5  # fewer values than this may be equal by chance
 ROUNDING = 1e-9  # larger than rounding errors of means
 HIGH_END = 0.975  # quantile at the high end of a 95 % interval
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Value with its 95 % interval from bootstrap resamples: the middle 95 % of them (Efron & Tibshirani 1993, An
-    Introduction to the Bootstrap, section 13.3), or that of `estimate_of_mean`."""
+    """Value with its 95 % interval: the middle 95 % of its bootstrap resamples (Efron & Tibshirani 1993, An
+    Introduction to the Bootstrap, section 13.3), or the wider interval of `estimate_of_mean`."""
 
     value: float
     low: float
@@ -27,8 +27,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Inconclusive:
-    """The reason why the data cannot answer a question, such as an interval from too few windows or a fit to too few
-    points. Functions return an object of this class instead of raising an error, so that other results can be shown
+    """Reason why the data cannot answer a question: for example, too few windows for an interval, or too few points for
+    a fit. Functions return an object of this class instead of raising an error, so that other results can be shown
     beside it. As text, it is "inconclusive, because" and the reason."""
 
     reason: str
@@ -60,11 +60,11 @@ def resampled_means(scores_QxM: np.ndarray, seed: int) -> np.ndarray:
 
 
 def estimate_of_mean(value: float, resampled: np.ndarray, *, count: int, bounds: tuple[float, float]) -> Estimate:
-    """Return the mean of `count` values with its 95 % interval, from the means of its resamples. The bootstrap's
-    interval is too narrow for few values. So the distance of each end from the mean is multiplied by the ratio of the
-    quantiles of Student's t and of a normal distribution, and by sqrt(count / (count - 1)) (Hesterberg 2015, The
-    American Statistician 69:371). The interval is cut at `bounds`, the smallest and the largest possible mean. A single
-    value, and fewer than FEW values that are equal but for rounding, give all that lies between them."""
+    """Return `value`, the mean of `count` values, with its 95 % interval. `resampled` has the means of the resamples.
+    The bootstrap's interval is too narrow for few values. So the distance of each end from the mean is multiplied by
+    the ratio of the quantiles of Student's t and of a normal distribution, and by sqrt(count / (count - 1)) (Hesterberg
+    2015, The American Statistician 69:371). The interval is cut at `bounds`, the smallest and the largest possible
+    mean. For a single value, and for fewer than FEW values that are equal but for rounding, it is `bounds` itself."""
     from scipy import special
 
     if count < 2 or (count < FEW and np.ptp(resampled) < ROUNDING):
