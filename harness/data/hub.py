@@ -60,7 +60,7 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
 
 def list_dataset_files(work: HubWork, splits: Sequence[str]) -> tuple[str, list[RepoSibling]]:
     """Return the repository's commit and its files. Raises UserError if they cannot be listed, if the repository lacks
-    one of `splits` (if it is empty, all splits), as a repository of text does, or if the folder of the download has the
+    one of `splits` or has no split at all (as a repository of text), or if the folder of the download holds unfinished
     work of prepare_datasets.py on a dataset of the same name."""
     revision, files = list_files(work)
     there = {file.rfilename for file in files} & {f"{each}.safetensors" for each in SPLITS}

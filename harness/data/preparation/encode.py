@@ -66,7 +66,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
     is_open = False  # True if text of the current document has been gathered
     for piece in _in_short_pieces(pieces):
         room = BATCH_CHARACTERS
-        if piece.file != file:  # a file begins; interrupted work can be resumed from the end of a batch
+        if piece.file != file:  # end the batch here if it is not tiny: interrupted work resumes from the end of a batch
             file, documents, room = piece.file, 0, BATCH_CHARACTERS // 16
         position = piece.position
         documents += piece.ends

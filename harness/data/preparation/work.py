@@ -223,7 +223,7 @@ class WorkFolder:
         elif known not in (None, files):
             tell(
                 f"note: all text was read before the work in {self.path} was interrupted; files that have changed or "
-                "come since then are not in the dataset; --restart reads them"
+                "been added since then are not in the dataset; --restart reads them"
             )
         self.dataset.mkdir(exist_ok=True)
         self.journal = journal
