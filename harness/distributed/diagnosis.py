@@ -60,15 +60,15 @@ class Heartbeats:
         the same number as the rank's last one is not new and is ignored. If the least progress or the set of ranks that
         have it has changed, no rank counts as stuck before it has sent HEARTBEATS_TO_CONFIRM more heartbeats."""
         self.contact = now
-        before = self.last_of_all()
+        before = self.least_progress()
         for last, heartbeat in zip(self.last, heartbeats, strict=True):
             if heartbeat.number != last.heartbeat.number:
                 last.heartbeat, last.at, last.to_confirm = heartbeat, now, max(0, last.to_confirm - 1)
-        if self.last_of_all() != before:
+        if self.least_progress() != before:
             for last in self.last:
                 last.to_confirm = HEARTBEATS_TO_CONFIRM
 
-    def last_of_all(self) -> tuple[list[int], list[int]]:
+    def least_progress(self) -> tuple[list[int], list[int]]:
         """Return the least progress of any rank, and the ranks that have it."""
         earliest = min(last.heartbeat.progress for last in self.last)
         return earliest, [rank for rank, last in enumerate(self.last) if last.heartbeat.progress == earliest]
@@ -90,8 +90,8 @@ class Heartbeats:
             last.at = now
 
     def is_fault_told(self) -> bool:
-        """Return True if a rank of this machine is ending because of a fault. The fault has then been printed on this
-        machine's terminal; each machine has a terminal of its own."""
+        """Return True if a rank of this machine is ending because of a fault, which that rank or another one of this
+        machine has printed. (Other machines have their own output.)"""
         return any(self.last[rank].heartbeat.leaving for rank in self.neighbors())
 
     def neighbors(self) -> list[int]:
@@ -141,7 +141,7 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
     # The ranks that are behind all others count as stuck if they make no progress inside `Watchdog.guard`.
     if now < heartbeats.frozen_until or any(now - each.at > stuck / 2 for each in last):
         return None  # a heartbeat is old: its rank soon sends another one or counts as silent
-    _, behind = heartbeats.last_of_all()
+    _, behind = heartbeats.least_progress()
     stalled = [last[rank].heartbeat.stalled for rank in behind]
     if None in stalled or any(last[rank].to_confirm for rank in behind):
         return None

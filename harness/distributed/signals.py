@@ -42,15 +42,15 @@ class StopRequest:
 
     @property
     def reason(self) -> int:
-        """The signal's number, or CEILING if the time for it has come, or 0 if there is no reason to stop."""
+        """The signal's number, or else CEILING from the time `ceiling_at` on, or 0 if there is no reason to stop."""
         return self.signal or (CEILING if time.monotonic() >= self.ceiling_at else 0)
 
     def is_set(self) -> bool:
         return bool(self.reason)
 
     def listen(self) -> None:
-        """From now on, record a signal that asks this process to stop, and the end of the launcher, instead of ending
-        at once."""
+        """Make this process record a signal that asks it to stop, or the end of its launcher, instead of ending at
+        once."""
         handle_stopping_signals(self._note)
         on_launcher_death(self.hang_up)
 

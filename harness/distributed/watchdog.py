@@ -44,8 +44,8 @@ SILENT_EXIT_SECONDS = 2.0
 TIMED_STEPS = 64  # `Watchdog.own_seconds` takes the median of at most this many steps, the newest
 
 
-# Places of a global step where a rank can be stuck, in order, and their names in messages. "machine" is that of
-# check_machine.py, which has no steps.
+# Places of a global step where a rank can be stuck, in order, and their names in messages. "machine" stands for all
+# measurements of check_machine.py, which has no steps.
 PLACES = {
     "start": "the first exchange between the ranks",
     "step": "global step {}",
