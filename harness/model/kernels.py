@@ -40,7 +40,7 @@ NEWER_FLASH = {"FA3": (9,), "FA4": (9, 10)}
 ATTENTION_FAILED = re.compile(r".*(No available kernel|cuDNN Frontend error|FlashAttention|\bFA[34]\b).*")
 NOT_COMPILED = "the model is not compiled, trains more slowly and takes more memory (-f finds what still fits)"
 OTHER_ATTENTION = 'choose another kernel with "attention": "cudnn", "flash" or "efficient"'
-_chosen_attention = ExitStack()  # undoes this process's choice
+_chosen_attention = ExitStack()  # its `close` undoes this process's choice of a kernel
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:

@@ -86,8 +86,8 @@ class Precision:
         return torch.autocast(self.device_type, DTYPES[self.name])
 
     def allow_tf32(self) -> None:
-        """If the precision is fp32 on a CUDA device, let tensor cores compute fp32 matrix products as TF32, from now on
-        in this process.
+        """Let tensor cores compute fp32 matrix products as TF32, from now on in this process, if the precision is fp32
+        on a CUDA device.
 
         The products are then several times as fast. Their factors are rounded to TF32's 10 bits of mantissa, and the
         sums are in fp32.
