@@ -94,7 +94,8 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
         searcher.report(found, is_all_data=found == ceiling)
 
     def find_start() -> CheckpointMeta | None:
-        """Return the meta.json of the checkpoint from which training would resume, or None if it would not or fails."""
+        """Return the meta.json of the checkpoint from which training would resume, or None if training would begin anew
+        or refuse to resume."""
         with suppress(UserError, RunError):
             if start := planned_start(experiment, world.size, None):
                 check_continuable(start, experiment.run.checkpoints, experiment.provenance(data))
@@ -139,7 +140,7 @@ class MicrobatchSearcher:
     def __init__(self, experiment: Experiment, world: World, data: TrainingData, limit: MemoryLimit) -> None:
         config = experiment.config
         self.experiment, self.world, self.limit = experiment, world, limit
-        self.alone = World(0, world.local_rank, 1, 1, world.device)  # tried steps exchange nothing with other ranks
+        self.alone = World(0, world.local_rank, 1, 1, world.device)  # steps exchange nothing with other ranks
         self.tokens, self.order = data.tokens("train"), experiment.window_order(data.lengths("train"))
         self.compiles = all(world.gather(should_compile(config.compile, world.device)))
         # If train.json sets the global batch, this number depends on the microbatch; 2 then stands for more than one.
@@ -312,7 +313,7 @@ class MicrobatchSearcher:
         sender.close()
         try:
             found = receiver.recv()
-        except EOFError:  # the limit, a library that got no memory, or the system's out-of-memory killer ended it
+        except EOFError:  # the child was ended by the limit, a library without memory, or the out-of-memory killer
             found = None
         finally:
             child.kill()
@@ -411,7 +412,7 @@ def largest_that_fits(
 def largest_with_data(experiment: Experiment, world: World, data: TrainingData) -> int:
     """Return the largest microbatch, in sequences, for which the train split has enough tokens from `start_train_token`
     on for one global batch. Of several datasets, the shortest train split decides. If train.json sets the global batch,
-    the result is at most one rank's part of it (of the smallest one in a ramp).
+    the result is at most one rank's part of it, or with a ramp, of the smallest global batch.
 
     Raises UserError if the split is too short even for a microbatch of 1, or if a global batch is not a multiple of the
     number of ranks.

@@ -123,7 +123,7 @@ class CompileCache:
         return hmac.digest(_secret(), self.path.name.encode() + b"\0" + packed, "sha256")
 
     def _remove_old_keys(self) -> None:
-        """Remove the files of old keys. Those of KEPT_KEYS keys stay: of this cache's key and of the newest others."""
+        """Remove the files of all but KEPT_KEYS keys: this cache's own key and the newest others are kept."""
         # The pattern matches only files of such caches, because the folder may be a link to one with other files.
         files = self.folder.glob(f"{'[0-9a-f]' * KEY_CHARACTERS}-*-*.bin")
         newest = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)

@@ -47,7 +47,7 @@ from harness.training.startup import PreparedRun
 # because torchrun kills its processes 30 seconds after a signal.
 LAST_CHART_SECONDS = 60.0
 STOPPED_CHART_SECONDS = 5.0
-# Numbers that a narrow terminal does not show, the first ones first.
+# The order in which numbers are left out on a narrow terminal.
 LEAST_IMPORTANT = ("experts", "mfu", "norm", "lr", "tps", "$", "left")
 NOT_RECORDED = ("microbatches", "skipped_in_a_row", "own_seconds")  # fields of TrainMetrics that no TrainEvent has
 
@@ -114,7 +114,7 @@ class Reporter:
         self.chart = ChartProcess(self.run)
         self.slow_ranks = SlowRanks()
         self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
-        self.skipped_in_a_row = 0  # steps at the last report
+        self.skipped_in_a_row = 0  # consecutive skipped steps, as of the last report
         self._seconds_at_start = dict(self.clock.seconds)
         # Tokens of the steps that this process has to run.
         self._tokens = prepared.batches.tokens_before(prepared.position.total_steps - prepared.position.first_step)
@@ -124,10 +124,10 @@ class Reporter:
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
         """Print the number of global steps that are left, and the tokens of a step. For a new run, also print the
         number of parameters, the devices, the precision and the initial weights' file. For a run that continues from
-        the checkpoint `saved`, also print the checkpoint's name, what is used of it if another program wrote it, the
-        settings that have changed, and the precision if it has changed or a faster one is possible. If torch does not
-        choose the attention kernel, or did not choose the checkpoint's, also print the kernel. If there are several
-        machines, also print where rank 0 writes the results."""
+        the checkpoint `saved`, also print the checkpoint's name, the parts of it that are used if another program wrote
+        it, the settings that have changed, and the precision if it has changed or a faster one is possible. If the
+        attention kernel is not torch's own choice, or was not when the checkpoint was saved, also print the kernel. If
+        there are several machines, also print where rank 0 writes the results."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"

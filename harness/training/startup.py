@@ -37,12 +37,12 @@ class PreparedRun(Plan):
 
     position: Position
     data: TrainingData
-    provenance: Provenance  # recorded by checkpoints; taken once, because the dataset's files may be replaced meanwhile
+    provenance: Provenance  # recorded in checkpoints; read once, because the dataset's files may be replaced
     clock: Clock  # its seconds include those before the run was resumed
     lock: RunLock
     checkpoint: Path | None  # the checkpoint to resume from; None: start from scratch
-    meta: CheckpointMeta | None  # the checkpoint's meta.json; of a notebook's checkpoint, missing keys are filled in
-    is_from_notebook: bool  # the checkpoint is by the program of Giles Thomas's lab notebook (runs/upstream.py)
+    meta: CheckpointMeta | None  # the checkpoint's meta.json; for a notebook's checkpoint, missing keys are filled in
+    is_from_notebook: bool  # the program of Giles Thomas's lab notebook wrote the checkpoint (runs/upstream.py)
     step_config: TrainConfig  # train.json with its precision resolved and its scaling rules applied
     uploads: Uploads  # sends to the run's mirror what rank 0 writes; does nothing on other ranks
     changed: list[str]  # changes that affect the result, made when this or an earlier process resumed the run
