@@ -101,7 +101,7 @@ class Checkpointer:
             return
         restore_optimizer(self.step, saved, start)
         first_step = self.prepared.position.first_step
-        if self.prepared.is_from_notebook:  # the notebook's checkpoints have neither of the states below
+        if self.prepared.is_from_notebook:  # such a checkpoint holds neither random states nor unreported losses
             seed_for_rank(seed, rank, first_step)
         else:
             restore_ranks(saved, start, self.meter, self.world, seed=seed, step=first_step)
@@ -110,7 +110,7 @@ class Checkpointer:
 
     def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
         """Save a checkpoint of the last completed step. First update the best step in `state` and, if `planned`, set
-        its `train_loss` to the mean loss since the last planned checkpoint. `planned` is true if train.json asks for
+        `state.train_loss` to the mean loss since the last planned checkpoint. `planned` is true if train.json asks for
         this checkpoint, and false if it is saved because the run stops early. meta.json records
         `interrupted_evaluation` ("validation", "benchmarks" or None), so that the resumed run repeats the evaluation
         that was interrupted and does the work that follows it.
@@ -196,7 +196,7 @@ def weight_checksums(model: nn.Module) -> list[int]:
 
 
 def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str | None:
-    """Return a text on how the ranks' weights differ, or None if all are equal. `checksums` holds the
+    """Describe how the ranks' weights differ, or return None if all are equal. `checksums` holds the
     `weight_checksums` of each rank.
 
     The text names the first tensor that differs, and the ranks that differ from the largest group of equal ranks. If no

@@ -132,10 +132,11 @@ def main(
 
 
 def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the runs that `baseline` selects (at least one): the run of that name and, unless it is one
-    of the runs `compared`, the others of its arm; or else all runs of the arm of that name. An arm is a group of runs
-    that differ only in their seeds; those that diverged are included. The arm of that name is looked for among the runs
-    `compared` (all runs if it is empty), then among all runs. Raises UserError if there is no such run or arm."""
+    """Return the names of the runs that `baseline` selects, at least one. If it is one of the runs `compared` (all runs
+    if empty), select this run alone. If it is another run, select this run and the other runs of its arm, a group of
+    runs that differ only in their seeds. If it is the name of an arm, select the runs of this arm among the runs
+    `compared` or, if there are none, among all runs. An arm's diverged runs are included. Raises UserError if there is
+    no such run or arm."""
     from harness.comparison.arms import find_arms
     from harness.comparison.records import RunRecord, find_runs
     from harness.runs.directory import RunDirectory

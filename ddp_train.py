@@ -110,7 +110,7 @@ class Trainer:
             if self.prepared.unfinished_work:
                 self.after_step(state.global_step, self.prepared.unfinished_work)
             steps = range(position.first_step, position.total_steps)
-            # Raises RunStopped before the next step if there is a reason to, and the error of a background save.
+            # Raises RunStopped before the next step if there is a reason to stop, and the error of a background save.
             for step in self.stop.steps_until_stop(self.world, steps, between=self.checkpointer.writer.check):
                 with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
                     steps_from_start = step - position.first_step  # the loader starts where this process does
@@ -135,9 +135,9 @@ class Trainer:
             self.checkpointer.finish()
             self.reporter.stopped(request.reason, state)
             end_for_good(request.exit_status)
-            # All ranks wait for the upload, because torchrun ends all of them once the first one has exited. A torchrun
-            # that was asked to stop kills its ranks half a minute later. This is no failure, since all is saved, and no
-            # reason for the watchdogs on rank 0's machine to end the upload.
+            # All ranks wait for the upload, because torchrun ends all of them once the first one has exited. If it was
+            # itself asked to stop, it kills its ranks half a minute later. The loss of these ranks is no failure, since
+            # all is saved, so the watchdogs on rank 0's machine must not end the upload because of it.
             EXIT.has_own_reason = self.world.rank == self.world.local_rank
             with suppress(PeerError):
                 self.world.on_rank0(self.prepared.uploads.finish)

@@ -44,7 +44,7 @@ FORMATS = (".png", ".pdf", ".svg")
     type=FiniteNumber(0, 1),
     default=0.05,
     show_default=True,
-    help="Group runs into one isoFLOP profile if their FLOPs lie within this fraction of a common middle.",
+    help="Group runs into one isoFLOP profile if their FLOPs lie within this fraction of a common value.",
 )
 @click.option(
     "--least-sizes",

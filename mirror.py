@@ -48,8 +48,9 @@ def list_runs(url: str) -> None:
 def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
-    Checkpoints, results and settings that are here already are kept; summary, chart and metrics are replaced, unless
-    the run is further here. If the fetched checkpoint is newer than those here, it becomes `latest`.
+    Checkpoints, results and settings that are here already are kept. Summary, chart and metrics are replaced, unless
+    there is a newer checkpoint here than at URL, or the run is being trained here. If the fetched checkpoint is newer
+    than those here, it becomes `latest`.
     """
     from harness.mirror.home import fetch_run
 

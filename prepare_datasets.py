@@ -173,7 +173,7 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
     makes = bool(inputs or output_dir)
     looking = [key for key in ("verify", "describe") if options[key]]
     if len(looking) + makes != 1 or (makes and not (inputs and output_dir)):
-        raise UserError("give INPUT and OUTPUT_DIR, or --verify DIR, or --describe DIR; --help tells more")
+        raise UserError("give INPUT and OUTPUT_DIR, or --verify DIR, or --describe DIR (see --help)")
     if options["public"] and not options["push_to_hub"]:
         raise UserError("--public belongs with --push-to-hub OWNER/NAME; give both or neither")
     mode = looking[0] if looking else "from_bin" if options["from_bin"] else ""

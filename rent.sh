@@ -13,7 +13,7 @@ relative to this script's folder.
 
   --processes N         ranks, one for each GPU  [default: all GPUs, or 1]
   --mirror URL          keep a copy of the run at URL, and continue from it on a
-                        new machine; none: without  [default: train.json's]
+                        new machine; none: no mirror  [default: train.json's]
   --fit                 first find the largest microbatch that fits, and put it
                         into train.json
   --publish OWNER/NAME  upload the model to the Hugging Face Hub
@@ -66,9 +66,9 @@ begin() {
     printf '\n== %s (%d min %d s after the start)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
 }
 
-# is_trained: succeed if another process holds the run's lock for 20 s. Ranks whose launcher was killed hold it while
-# they save a checkpoint. Signals do not end the wait.
-is_trained() {
+# Succeed if another process holds the run's lock for 20 s, which is long enough for ranks whose launcher was killed to
+# save a checkpoint and end. Signals do not end the wait.
+is_being_trained() {
     local held=0
     trap "" TERM INT
     [ ! -e "$here/.lock" ] || flock --wait 20 --conflict-exit-code 99 "$here/.lock" true || held=$?
@@ -76,19 +76,19 @@ is_trained() {
     [ "$held" = 99 ]
 }
 
-# Send to the mirror what it lacks because something has failed, for an hour at most, then run COMMAND. A signal ends
-# the push, but not this function. COMMAND would end another process that trains the run, and delete a model that is
-# nowhere else, so then it does not run.
+# If something has failed, first try to send the mirror what it lacks, for an hour at most; a signal ends the push, but
+# not this function. Then run COMMAND, unless another process trains the run, which COMMAND would end, or the model that
+# was to be published is on this machine alone, where COMMAND would delete it.
 end_rental() {
     trap "" PIPE HUP # the terminal may be closed
-    if ! is_trained && ! "$is_sent" && [ -n "$mirror" ]; then
+    if ! is_being_trained && ! "$is_sent" && [ -n "$mirror" ]; then
         # 2: refused, for example because another machine has the run. A push would fail if it could not print.
         timeout 3600 sh -c 'until uv run mirror.py push "$@" >/dev/null || [ "$?" = 2 ]; do sleep 30; done' \
             push "$run" "$mirror" "${where[@]}" &
         trap 'kill -TERM "$!"' TERM INT
         wait "$!" || true
     fi
-    if is_trained; then
+    if is_being_trained; then
         echo "note: --on-end has not run: another process trains $run on this machine" >&2
         return
     elif "$is_unpublished" && [ -z "$mirror" ]; then
@@ -118,8 +118,8 @@ case "$mirror" in
     ?*) training+=(--mirror "$mirror" --wait) ;;
 esac
 
-# What an earlier machine has begun continues with the settings with which it began, but with this machine's price,
-# limits and other keys that do not affect the result.
+# A run that an earlier machine began continues with the settings with which it began. Only keys that do not affect the
+# result, such as price and limits, are taken from this machine's train.json.
 is_begun=false
 if [ -n "$(ls "$here/checkpoints" 2>/dev/null)" ]; then
     is_begun=true
@@ -138,7 +138,7 @@ from harness.runs.train_config import Affects, keys_affecting
 here, there = map(pathlib.Path, sys.argv[1:])
 with one_line_errors():
     mine, began = read_json_object(here), read_json_object(there)
-free = {*keys_affecting(Affects.NOTHING)} - {"epochs"}  # with which min_train_tokens -1 has its length
+free = {*keys_affecting(Affects.NOTHING)} - {"epochs"}  # with min_train_tokens -1, epochs sets the length of the run
 both = {key: value for key, value in began.items() if key not in free}
 both |= {key: value for key, value in mine.items() if key in free}
 there.write_text(here.read_text() if both == mine else json.dumps(both, indent=4) + "\n")

@@ -74,8 +74,7 @@ setup_uv() {
     fi
 }
 
-# Succeed if a file begins like a TrueType or OpenType font. A file that is, for example, a network's sign-in page does
-# not.
+# Succeed if a file begins like a TrueType or OpenType font, and not like a network's sign-in page, for example.
 is_font() {
     case "$(head -c 4 "$1" | od -An -tx1 | tr -d ' \n')" in
         00010000 | 74727565 | 4f54544f) return 0 ;;

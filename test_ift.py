@@ -1,4 +1,4 @@
-"""Is the model any good? Fine-tune it to follow instructions, and let a judge score its answers."""
+"""Test a model: fine-tune it to follow instructions, and let a judge score its answers."""
 
 from __future__ import annotations
 

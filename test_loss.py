@@ -1,5 +1,5 @@
-"""Is the model any good? Print its loss on the test split or, if there is none, on the validation split, or a table of
-the losses of several models."""
+"""Test a model: print its loss on the test split or, if there is none, on the validation split. For several models,
+print a table of their losses."""
 
 from __future__ import annotations
 

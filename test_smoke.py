@@ -1,4 +1,4 @@
-"""Is the model any good? Print its continuations of prompts."""
+"""Test a model: print its continuations of prompts."""
 
 from __future__ import annotations
 
