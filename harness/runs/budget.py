@@ -27,8 +27,8 @@ class Budget(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
-    key: str  # of train.json
-    value: float | int  # of this key
+    key: str  # the key of train.json that gives the budget
+    value: float | int  # that key's value
     # Tokens of the whole run, in whole global batches of the size that was in use when the budget was resolved
     tokens: Annotated[int, Field(ge=1, lt=COUNTABLE)]
 
@@ -110,9 +110,8 @@ def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str,
 
 
 def wanted_tokens(train: Mapping[str, Any], recorded: Budget | None) -> int | None:
-    """Return the number of tokens that a whole run is to train on: that of its recorded budget or, if `train` has
-    another one, its `min_train_tokens`, which is not rounded up to whole batches. Returns None if neither gives a
-    number."""
+    """Return the number of tokens of a whole run: that of the `recorded` budget if `train` still has this budget, else
+    `train`'s `min_train_tokens`, not rounded up to whole batches. Returns None if neither gives a number."""
     if recorded is not None and train.get(recorded.key) == recorded.value:
         return recorded.tokens
     tokens = train.get("min_train_tokens")

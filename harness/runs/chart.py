@@ -23,15 +23,15 @@ from harness.runs.metrics import BenchmarkEvent, Event, TrainEvent, ValidationEv
 matplotlib.use("Agg")  # works on machines without a display
 
 TRAIN_COLOR, VALIDATION_COLOR = "#3b75af", "#d1602f"
-# The upper end of the loss axis is HEADROOM times the largest loss after the first WARM_PART of all steps, without
-# losses of more than PEAK_RATIO times the first one and LEAST_PEAK. Losses of the first steps, near ln(vocabulary), or
-# a peak above them would squeeze the rest of the curve into the bottom of the chart.
+# The upper end of the loss axis is HEADROOM times the largest loss after the first WARM_PART of all steps. Losses above
+# both LEAST_PEAK and PEAK_RATIO times the first loss do not count. Losses of the first steps, near ln(vocabulary), or a
+# peak above them would squeeze the rest of the curve into the bottom of the chart.
 WARM_PART = 0.02
 HEADROOM = 1.08
 PEAK_RATIO = 1.5
-LEAST_PEAK = 16.0  # nats; where a run that began with trained weights diverges to, for example, is lower
-LABELS_IN_A_ROW, ROW_CHARACTERS = 4, 120  # at most, above the benchmarks; each label also needs LINE_CHARACTERS
-LINE_CHARACTERS = 9
+LEAST_PEAK = 16.0  # nats; keeps the divergence of a run that began with a low loss (trained weights) in view
+LABELS_IN_A_ROW, ROW_CHARACTERS = 4, 120  # limits of a row in the legend of the benchmarks
+LINE_CHARACTERS = 9  # width, in characters, of the line beside each label
 MOST_NAMED = 12  # benchmark tasks with a color and a label; the others are thin and gray
 COLORS = 10  # of matplotlib's lines; later tasks have dashed lines
 # Only one metric of each benchmark task is drawn: the first of these that the task has.

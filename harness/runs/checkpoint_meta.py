@@ -60,7 +60,7 @@ class Progress(BaseModel):
     skipped_steps: RecordedCount = 0  # steps without an update, because a gradient was not finite
     loss_sum: Loss | None = 0.0  # sum over the microbatches since the last `close_loss_period`; null if not finite
     loss_count: RecordedCount = 0  # number of these microbatches
-    foreign_tokens: RecordedCount = 0  # part of tokens_seen, by another program; no seconds are recorded for it
+    foreign_tokens: RecordedCount = 0  # part of tokens_seen that another program trained on; has no recorded seconds
     # Where the measurement of the speed began: at the start of training, or where it last resumed with another batch,
     # with other kernels or on another machine.
     measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
@@ -286,7 +286,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     global_step: RecordedCount
     # Why the checkpoint was saved, and which work was still to be done
     is_best: bool = False
-    last_step: RecordedCount | None = None  # of the whole run, by its budget then; None in files of earlier versions
+    last_step: RecordedCount | None = None  # of the whole run, by the budget at that time; None in earlier versions
     planned: bool = False  # True: saved at an interval of train.json or after the last step; False: at an early stop
     # At most one of these two is true; `interrupted_evaluation` says which.
     validation_due: bool = False  # the run was stopped before this step's validation was done

@@ -39,7 +39,7 @@ SCALER, TRAIN_STATE = "scaler.pt", "train_state.pt"
 
 
 class NoCheckpointError(UserError):
-    """Error raised if a run has no checkpoint, or none of the wanted name."""
+    """Error raised if a run has no checkpoint, or none with the given name."""
 
 
 def find_checkpoint(folder: Path, name: str) -> Path:

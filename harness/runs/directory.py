@@ -20,7 +20,7 @@ from harness.model.tensor_names import WEIGHTS
 
 PATTERN = re.compile(r"[*?[]")  # characters of a pattern, none of which can be in a run's name
 NAME_OF_SECOND = "%Y%m%dZ%H%M%S"
-SEARCH_PREFIX = "microbatch-search-"  # beginning of the names of results of microbatch searches
+SEARCH_PREFIX = "microbatch-search-"  # of the file names of microbatch searches' results
 # Environment variable with a secret, set on machines that may read each other's compiled code (see
 # harness/training/compile_cache.py).
 CACHE_SECRET = "DDP_PRETRAIN_CACHE_SECRET"

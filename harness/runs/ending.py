@@ -47,9 +47,9 @@ WATCHER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from harness.runs imp
 OF_LAUNCHER = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|DDP_TRAIN_")
 POLL_SECONDS = 0.5
 NOTIFY_SECONDS = 5.0
-LONGEST_SECONDS = 600.0
-UPLOAD_SECONDS = 3600.0  # for the last upload to the mirror
-RETRY_SECONDS = 15.0  # between two tries of it
+LONGEST_SECONDS = 600.0  # for the command `on_end`
+UPLOAD_SECONDS = 3600.0  # for the last upload to the mirror, including retries
+RETRY_SECONDS = 15.0  # between retries of that upload
 STATES = {0: "finished", STATUSES[CEILING]: "stopped", STATUSES[DIVERGED]: "diverged"}
 STATES |= {128 + each: "stopped" for each in STOPPING_SIGNALS}
 
@@ -79,7 +79,7 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
     launcher = launcher_name() if started_by_torchrun() else ""
     job: dict[str, Any] = {"run": str(run.path.absolute()), "rank0": rank0, "launcher": launcher, "mirror": mirror}
     job |= {"on_end": config.on_end, "notify": config.notify}  # piped, because all users can see command lines
-    # Without the launcher's variables, with which a command of this program would take itself for a rank of this job.
+    # With the launcher's variables, a command of this program would run as a rank of this job.
     environment = {name: value for name, value in os.environ.items() if not OF_LAUNCHER.match(name)}
     command = [sys.executable, "-c", WATCHER]
     watcher = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
@@ -114,8 +114,9 @@ def main() -> None:
     lock = run.lock_file
 
     def is_of_this_command() -> bool:
-        """True if rank 0 took the run's lock, and no later process did. Otherwise rank 0 has not taken it, another
-        command trains the run, or torchrun has started rank 0 again, which has a watcher of its own."""
+        """Return True if rank 0 took the run's lock, and no later process did. Otherwise rank 0 has not taken it,
+        another command trains the run, or torchrun has restarted rank 0, and the new rank 0 has a watcher of its
+        own."""
         owner = last_owner(lock)
         return owner is not None and owner.is_here() and owner.process.pid == job["rank0"]
 
@@ -189,9 +190,9 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
 
 
 def send_rest(run: RunDirectory, url: str) -> str | None:
-    """Send to the mirror at `url` everything that the training process, perhaps killed, has not sent. Return what went
-    wrong, or None. A failed upload is tried again until UPLOAD_SECONDS are over, unless it was refused with a
-    UserError."""
+    """Send to the mirror at `url` everything that the training process, which may have been killed, has not sent.
+    Return what went wrong, or None. A failed upload is retried for up to UPLOAD_SECONDS, unless mirror.py refused it
+    with a UserError."""
     command = [sys.executable, str(ROOT / "mirror.py"), "push", run.path.name, url, "--runs-dir", str(run.path.parent)]
     deadline = time.monotonic() + UPLOAD_SECONDS
     fault = ""

@@ -51,7 +51,7 @@ class TrainEvent(Event):
     epochs: dict[str, float] | None = None  # see `epochs_of`
     loss_min: MaybeNumber = None
     loss_max: MaybeNumber = None
-    gradient_norm: MaybeNumber = None  # the largest
+    gradient_norm: MaybeNumber = None  # the largest since the previous report
     skipped_steps: int = 0
     learning_rate: MaybeNumber = None
     tokens_per_second: MaybeNumber = None
@@ -164,7 +164,7 @@ class MetricsFile:
             size = _end_of_earlier_lines(content, meta)
             tell(
                 f"warning: {self.path}: lines from before the checkpoint of step {meta.global_step} are missing; "
-                "the run goes on with those that are left"
+                "the run continues with the remaining lines"
             )
         line, end, _ = content[size:].partition(b"\n")
         has_line = bool(end) and meta.planned and _is_line_of(line, meta)
@@ -191,7 +191,7 @@ class MetricsFile:
 
 
 def _is_line_of(line: bytes, meta: CheckpointMeta) -> bool:
-    """True if the line is the CheckpointEvent of the checkpoint that `meta` describes."""
+    """Return True if the line is the CheckpointEvent of the checkpoint that `meta` describes."""
     event = parse_event(line)
     return isinstance(event, CheckpointEvent) and event.global_step == meta.global_step
 

@@ -90,8 +90,8 @@ class RunSummary(ProgramAndSettings, Outcome):
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Read a summary.json. Raises UserError if it cannot be read, naming the key if one is wrong, also for keys of the
-    recorded `train` and `model` (see `check_recorded`)."""
+    """Read a summary.json. Raises UserError if it cannot be read, naming the key if one is wrong. Keys of the recorded
+    `train` and `model` are checked, too (see `check_recorded`)."""
     summary = parse_config(RunSummary, read_json_object(path), path)
     check_recorded(TrainConfig, summary.train, path, "train")
     check_recorded(ModelConfig, summary.model or {}, path, "model")

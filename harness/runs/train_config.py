@@ -328,9 +328,9 @@ class TrainConfig(RunFile):
         return every
 
     def ceilings(self, seconds: float, dollars: float) -> dict[str, float]:
-        """Return the seconds that are left until a run that has taken `seconds` and cost `dollars` reaches `max_hours`
-        and `max_dollars`, by these keys. They are negative if the run is past the limit. Keys that train.json does not
-        set are left out."""
+        """Return the seconds left until the run reaches `max_hours` and `max_dollars`, by these keys. The arguments are
+        the time that the run has taken, and what it has cost, so far. Past a limit, the seconds are negative. Keys that
+        train.json does not set are left out."""
         left = {}
         if self.max_hours is not None:
             left["max_hours"] = 3600 * self.max_hours - seconds

@@ -144,7 +144,7 @@ class TrainedModel:
 
     @property
     def datasets(self) -> list[str]:
-        """Names of the datasets that the model was trained on: several for a mixture, none if that is not known."""
+        """Names of the datasets that the model was trained on: several for a mixture, [] if they are not known."""
         return self.dataset.split(" + ") if self.dataset else []
 
 
@@ -241,7 +241,7 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
         return TrainedModel.read(run.path, label=name)
     remedy = "train the run, or name another checkpoint, as RUN:CHECKPOINT"
     if run.metrics.exists() and not list_checkpoints(run.checkpoints):
-        remedy = "if it trains elsewhere, fetch its weights, by mirror.py fetch without --without-weights"
+        remedy = "if it trains elsewhere, fetch its checkpoints by mirror.py fetch (not with --without-weights)"
     raise NoCheckpointError(f"{run.checkpoints}: no best or latest checkpoint; {remedy}")
 
 
