@@ -29,9 +29,9 @@ from harness.runs.checkpoints import BEST, LATEST, choose_start, point, verify_c
 from harness.runs.directory import CHECKPOINT_NAME, RunDirectory
 
 ASIDE = "meta-aside.json"  # new name of a checkpoint's meta.json after the run has gone back to an earlier step
-RESULTS_ASIDE = "results-aside"  # folder of measurements of checkpoints that the run has gone back behind
+RESULTS_ASIDE = "results-aside"  # folder for measurements of checkpoints after the step that the run went back to
 FETCHING_PREFIX = ".fetching-"
-FETCHING_TRIES = 6  # the pauses between them double from one second on
+FETCHING_TRIES = 6  # with back-off: pauses of 1, 2, 4, ... seconds between them
 Check = Callable[[CheckpointMeta], None]
 Result = TypeVar("Result")
 
@@ -101,12 +101,12 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     its metrics and results and the best checkpoint. Return its name, or None if no checkpoint was fetched.
 
     `check` raises UserError if the checkpoint is not one of this run; it is called before anything is fetched. A
-    damaged checkpoint (a file is missing or does not have the hash that meta.json gives, or meta.json cannot be read)
-    is skipped with a warning, and an older one is taken. One that is damaged here is moved to a folder below `aside/`
-    if the mirror has it. A download that was interrupted resumes. A local metrics.jsonl that is not the beginning of
-    the mirror's is moved to a folder below `aside/`. Raises RunError if the mirror cannot be read. Raises
-    UserError as `check`, `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are damaged and
-    there is none here.
+    damaged checkpoint in the mirror (a file is missing or does not have the hash that meta.json gives, or meta.json
+    cannot be read) is skipped with a warning, and an older one is taken. If the run's own latest checkpoint is damaged
+    and the mirror has no later one, the mirror's copy replaces it, and the damaged one is moved to a folder below
+    `aside/`. An interrupted download resumes. A local metrics.jsonl that is not the beginning of the mirror's is moved
+    to a folder below `aside/`. Raises RunError if the mirror cannot be read. Raises UserError as `check`,
+    `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are damaged and there is none here.
     """
     files, brought, is_damaged = retried(mirror, mirror.files), None, False
     refuse_if_set_aside(run, mirror, files)
@@ -149,8 +149,8 @@ def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
 
 
 def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
-    """Raise UserError if another machine has set the run's latest checkpoint aside among the mirror's `files`: there
-    the run went back behind this checkpoint or was restarted, and this machine would overwrite what came of it."""
+    """Raise UserError if, by the mirror's `files`, another machine has set the run's latest checkpoint aside. That
+    machine restarted the run, or resumed it from an earlier checkpoint, and this machine would overwrite its work."""
     start = choose_start(run.checkpoints, None)
     if start and is_set_aside(files, start.name):
         raise UserError(
@@ -160,7 +160,7 @@ def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]
 
 
 def is_set_aside(files: dict[str, int], name: str) -> bool:
-    """Return True if a checkpoint of a mirror has been set aside, because the run went back behind it."""
+    """Return True if a checkpoint in a mirror has been set aside, because the run went back to an earlier step."""
     return f"checkpoints/{name}/{ASIDE}" in files and f"checkpoints/{name}/{META}" not in files
 
 
@@ -190,17 +190,17 @@ def _bring_checkpoint(
         fetch_metrics(run, mirror, meta)
         summary = retried(mirror, lambda: mirror.read(run.summary.name)) or b""
         with suppress(ValueError, LookupError, TypeError):  # if there is none, or it is damaged
-            is_stale = json.loads(summary)["tokens_seen"] > meta.tokens_seen  # it is of results that were set aside
+            is_stale = json.loads(summary)["tokens_seen"] > meta.tokens_seen  # of results that were set aside
             if not (is_stale or run.summary.exists()):
                 with atomic_file(run.summary) as file:
                     file.write_bytes(summary)
         if is_damaged_here:
-            (run.checkpoints / LATEST).unlink(missing_ok=True)  # never leads nowhere
+            (run.checkpoints / LATEST).unlink(missing_ok=True)  # so that the link never dangles
             move(run.checkpoints / name, run.new_aside() / name)
         rename_whole(draft, lambda: run.checkpoints / name)
     if best is not None and (run.checkpoints / best).is_dir():
         point(run.checkpoints, BEST, run.checkpoints / best)
-    point(run.checkpoints, LATEST, run.checkpoints / name)  # last, because it can be found without the link
+    point(run.checkpoints, LATEST, run.checkpoints / name)  # last: without it, the newest is used
     return True
 
 
@@ -268,9 +268,9 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
 
 
 def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> None:
-    """Replace metrics.jsonl by the mirror's. If the local file is not the beginning of that file, it is first moved to
-    a folder below `aside/`. Prints a warning if the mirror's file ends before the checkpoint of `meta`. Raises RunError
-    if the mirror cannot be read."""
+    """Replace metrics.jsonl with the mirror's. If the local file is not the beginning of that file, it is first moved
+    to a folder below `aside/`. Prints a warning if the mirror's file ends before the checkpoint of `meta`. Raises
+    RunError if the mirror cannot be read."""
     content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
     if len(content) < meta.metrics_bytes:
         tell(
@@ -311,9 +311,9 @@ def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> N
 
 
 def retried(mirror: Mirror, work: Callable[[], Result]) -> Result:
-    """Return what `work` returns. If it fails with an error other than UserError and RunError, it is called again, up
-    to FETCHING_TRIES times in all with growing pauses and a new connection each time. The first failure is printed on
-    standard error. Raises RunError if all fail."""
+    """Return what `work` returns. UserError and RunError are raised at once. After any other error, `work` is retried
+    with a new connection, up to FETCHING_TRIES calls in all with back-off. The first failure is printed on standard
+    error. Raises RunError if all calls fail."""
     for attempt in range(FETCHING_TRIES):
         try:
             return work()
@@ -326,7 +326,7 @@ def retried(mirror: Mirror, work: Callable[[], Result]) -> Result:
                     "and ddp_train.py --mirror none trains without it"
                 ) from None
             if attempt == 0:
-                tell(f"mirror {mirror.name}: {reason_of(error)}; trying again")
+                tell(f"mirror {mirror.name}: {reason_of(error)}; retrying")
         time.sleep(2.0**attempt)
         mirror.open()
     raise AssertionError("the last attempt returns or raises")

@@ -64,7 +64,7 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
     """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. model.json,
     train.json, results and compiled code are not replaced if they are there. Summary, chart and metrics are replaced
-    unless the run here is further than the mirror's or is being trained; for metrics, see `_may_replace_metrics`.
+    unless the run here is ahead of the mirror's or is being trained; for metrics, see `_may_replace_metrics`.
 
     Raises UserError as `open_mirror` does, if there is no such run, or if the run here is another experiment or is the
     mirror itself. With weights, also raises UserError if another process uses the run, or as `bring` does. Raises
@@ -97,7 +97,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
                 draft.write_bytes(content)
     owner = retried(mirror, lambda: mirror.read(OWNER))
     if not is_trained_here and (owner or run.lock_file.exists()):
-        run.lock_file.write_bytes(owner or b"")  # names the owner, so the run's state is that of a run elsewhere
+        run.lock_file.write_bytes(owner or b"")  # names the owner, so that the run counts as trained elsewhere
     return run.path
 
 
@@ -111,9 +111,10 @@ def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
-    """Return True if the mirror's metrics may replace the run's: if there is no checkpoint here, or if `content` begins
-    with the metrics here up to the newest checkpoint, where training would continue. Otherwise those here are kept.
-    Prints a note if they are others. Raises UserError if the checkpoint's meta.json cannot be read."""
+    """Return True if the mirror's metrics, `content`, may replace the run's: if there is no checkpoint here, or if
+    `content` has the same lines up to the newest checkpoint here, from which training would resume. Returns False if
+    `content` has nothing that the file here lacks, and, with a note to the user, if its lines differ. Raises UserError
+    if the checkpoint's meta.json cannot be read."""
     here, checkpoints = run.metrics.read_bytes() if run.metrics.exists() else b"", list_checkpoints(run.checkpoints)
     if not checkpoints:
         return True

@@ -1,5 +1,5 @@
-"""The lease on a run's folder in a mirror: `owner.json` names the machine that trains the run. That machine writes it
-anew every REFRESH_SECONDS, so that a second machine does not train the same run by mistake.
+"""The lease on a run's folder in a mirror: `owner.json` names the machine that trains the run. That machine rewrites
+the file every REFRESH_SECONDS, so that a second machine does not train the same run by mistake.
 
 A store without locks cannot promise more: two machines that start within the same few seconds may both find the folder
 free. Then the one whose owner.json was written first stops sending as soon as it sees the other's.
@@ -30,7 +30,7 @@ KEPT = ".mirror.json"
 CLOCK = ".clock"  # written to learn the time of the store's clock
 LEASE_SECONDS = 300.0  # if an owner has been silent for longer, another machine may take the run
 REFRESH_SECONDS = 30.0  # between two writes of owner.json
-WAITING_SECONDS = 5.0  # between two looks at another machine's owner.json
+WAITING_SECONDS = 5.0  # between two readings of another machine's owner.json
 
 
 class LeaseLost(Exception):  # noqa: N818 - not an error of this machine
@@ -54,7 +54,7 @@ class Lease:
         """Write owner.json and keep it fresh from now on. If another machine is the owner and has been heard from
         within LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at
         once. Without either of them, raises a UserError that names the other machine. Raises RunError if owner.json
-        cannot be read or written, even when tried again."""
+        cannot be read or written, even after retries."""
         told = False
         while not take_over:
             try:
@@ -62,7 +62,7 @@ class Lease:
             except RunError:
                 if not told:
                     raise
-                continue  # a wait of days outlives a failure of the store that lasts longer than the retries
+                continue  # in a wait of days, the store may fail for longer than the retries last
             if other is None or silent > LEASE_SECONDS:
                 break
             heard = f"last heard from {rough_duration(max(0.0, silent))} ago"
@@ -107,7 +107,7 @@ class Lease:
                         self._write()
             except LeaseLost:
                 return
-            except Exception:  # the thread that sends files to the same store fails, too, and tells the user
+            except Exception:  # the thread that sends files to the same store fails, too, and reports it
                 with self._using, suppress(Exception):
                     self._mirror.open()
 

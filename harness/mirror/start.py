@@ -1,4 +1,4 @@
-"""The mirror at the start of training: where it is, what is newer there, taking its lease, and fetching from it."""
+"""The mirror at the start of training: its URL, newer checkpoints in it, the lease on it, and fetching from it."""
 
 from __future__ import annotations
 

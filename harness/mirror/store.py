@@ -26,12 +26,12 @@ CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws; AWS_ENDPOINT_URL for other providers",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
     "sftp": "your ssh key or agent, and the server's key in ~/.ssh/known_hosts",
-    "file": "the rights of that folder",
+    "file": "the permissions of that folder",
     "memory": "nothing",  # lives as long as the process; for tests
 }
 FOLDERS = {"file", "sftp"}  # the schemes whose folders must be made, and whose files must be renamed to appear whole
 DRAFT_ENDING = ".partial"
-PROBE = ".probe"  # written to see that files can be written
+PROBE = ".probe"  # written as a trial
 PIECE = 2**25  # bytes that a download asks for at once, and the most that an interrupted one loses
 NETWORK_SECONDS = 60.0  # of silence, after which a connection counts as failed
 SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY")  # in the names of environment variables
@@ -141,11 +141,11 @@ class Mirror:
             progress(local.stat().st_size)
             return
 
-        class Told(Callback):  # type: ignore[misc]
+        class Forwarding(Callback):  # type: ignore[misc]
             def relative_update(self, inc: int = 1) -> None:
                 progress(inc)
 
-        self._put(path, lambda fs, target: fs.put_file(str(local), target, callback=Told()), local.stat().st_size)
+        self._put(path, lambda fs, target: fs.put_file(str(local), target, callback=Forwarding()), local.stat().st_size)
 
     def _put(self, path: str, put: Callable[[Any, str], None], size: int) -> None:
         fs, final = self._fs, self._at(path)
@@ -262,8 +262,8 @@ def reason_of(error: BaseException) -> str:
 
 def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
     """Return a mirror after a trial: with `writes`, a file is written and deleted; otherwise the folder is listed.
-    Raises UserError as `Mirror` does, and if the trial fails OPENING_TRIES times, or once for a reason that waiting
-    does not remove."""
+    Raises UserError as `Mirror` does, and if the trial fails OPENING_TRIES times, or once for a reason that a retry
+    cannot remove."""
     mirror = Mirror(url, run_name)
     for left in reversed(range(OPENING_TRIES)):
         try:

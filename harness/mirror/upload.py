@@ -54,7 +54,7 @@ class Uploads:
         self._whole: set[str] = set()  # checkpoints that are known to be whole in the mirror
         self.damaged: set[str] = set()  # checkpoints that are damaged here, so that the mirror's copies are kept
         self._versions: dict[str, tuple[int, int]] = {}  # size and time of the files that this process has sent
-        self._sent_bytes = 0  # of everything, for the bar
+        self._sent_bytes = 0  # by this process, for the progress bar
         self._in_flight = 0  # size of the file that is being sent; not every library reports its progress
         self._is_first = True
         self._failing_since: float | None = None
@@ -151,7 +151,7 @@ class Uploads:
                 self.lost = True
                 self._say(
                     f"warning: mirror {self.mirror.name}: {lost} has taken this run: nothing more is sent; training "
-                    "goes on here, and its checkpoints are in the run's folder alone"
+                    "continues here, and its checkpoints are only in the run's folder"
                 )
                 break
             except Exception as error:
@@ -164,7 +164,7 @@ class Uploads:
             pause = FIRST_PAUSE_SECONDS
             self._tell_recovery()
             if is_last:
-                with suppress(Exception):  # the lease ends by itself
+                with suppress(Exception):  # the lease then expires
                     if self.lease is not None:
                         self.lease.release()
                 break
@@ -302,14 +302,14 @@ class Uploads:
             self.mirror.delete(f"checkpoints/{name}/{META}", f"checkpoints/{name}")
             self._whole.discard(name)
 
-    # What the user is told -------------------------------------------------------------------------------------------
+    # Messages to the user --------------------------------------------------------------------------------------------
 
     def _tell_failure(self, error: Exception, pause: float) -> None:
         if self._failing_since is None:
             self._failing_since, self._sent_since_failure = time.monotonic(), 0
             self._say(
-                f"warning: mirror {self.mirror.name}: {reason_of(error)}; sending is tried again, at first after "
-                f"{pause:g} s and later every {LONGEST_PAUSE_SECONDS:.0f} s; training goes on"
+                f"warning: mirror {self.mirror.name}: {reason_of(error)}; sending is retried, at first after "
+                f"{pause:g} s and later every {LONGEST_PAUSE_SECONDS:.0f} s; training continues"
             )
 
     def _tell_recovery(self) -> None:

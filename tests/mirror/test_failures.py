@@ -56,7 +56,7 @@ def test_told_when_it_begins_and_when_it_is_over(tmp_path: Path, memory: None, e
     begun, over = result.stderr.splitlines()
     assert begun.startswith("warning: mirror memory://store/r: ")
     assert type(error).__name__ in begun
-    assert "training goes on" in begun
+    assert "training continues" in begun
     assert "works again after" in over
     assert SECRET not in result.stderr + result.stdout
     second = add_machine(tmp_path, "second", mirror="memory://store")
@@ -98,7 +98,7 @@ def test_a_stopped_run_names_what_is_missing_once(tmp_path: Path) -> None:
     slowly = "from tests.support.faults import *\nbefore(STEP, pause(0.1))\n"
     (process,) = start(shop, "r", prelude=faulty_store.HASTE + CUT + slowly)
     error = process.base.with_suffix(".err")  # type: ignore[union-attr]
-    wait_until(lambda: "sending is tried again" in error.read_text(), process)
+    wait_until(lambda: "sending is retried" in error.read_text(), process)
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: "waiting for the mirror" in error.read_text(), process)
     process.send_signal(signal.SIGTERM)
