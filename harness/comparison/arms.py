@@ -162,10 +162,11 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
 
 
 def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | Inconclusive:
-    """Return two JSON texts of a finished run, or with `at_end` false of any run, without its number of tokens. Runs
-    that differ only in their seeds (replicates) have the same two texts. The first has the dataset and the settings
-    that affect the result, without seeds, and the changes that were made while the run was trained. The second has
-    torch's version, the device, the number of ranks, and the attention kernel unless torch chose it.
+    """Return two JSON texts that describe a finished run. With `at_end` false, the run need not have finished, and the
+    texts leave out the number of tokens that it has seen. Runs that differ only in their seeds (replicates) have the
+    same two texts. The first has the dataset and the settings that affect the result, without seeds, and the changes
+    that were made while the run was trained. The second has torch's version, the device, the number of ranks, and the
+    attention kernel unless torch chose it.
 
     Returns Inconclusive if the run's replicates cannot be recognized: because the dataset, torch's version, the device,
     the number of ranks or, for a run with `global_batch_size`, the microbatch size was not recorded, because

@@ -325,8 +325,8 @@ def _measurements(
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
         """Return True if `link` leads to these weights. If the checkpoints are on another machine (`link` is None) or
-        older than the summary, the step decides. If it is not known either, returns the state at the time of the
-        measurement."""
+        older than the summary, the step decides. If the step is not known either, return `recorded`, the state at the
+        time of the measurement."""
         if link is not None and not is_old:
             return weights.checkpoint == link
         return recorded if step is None or weights.global_step is None else weights.global_step == step

@@ -397,7 +397,8 @@ def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:
 
 
 def _cut_around_differences(names: Sequence[str], most: int) -> dict[str, str]:
-    """Return distinct names, which begin and end alike, by name: what they share is cut, on both sides of the rest."""
+    """Return a short form of each of the distinct `names`, by name. The beginning and the end that all names share are
+    cut; the middle, in which they differ, is kept whole."""
     start = _shared(names)
     end = min(_shared([name[::-1] for name in names]), min(map(len, names)) - start)
     around = max(most - max(map(len, names)) + start + end, LEAST_AROUND)

@@ -66,8 +66,8 @@ class Arm:
 
     @cached_property
     def variance_by_text(self) -> float | None:
-        """Variance of a run's loss over seeds, in nats², as far as the choice of the text causes it: other text would
-        change the losses of the arm's runs by different amounts. None if the arm has a single run, or if the
+        """The part of the variance of a run's loss over seeds, in nats², that the choice of the text causes: other text
+        would change the losses of the arm's runs by different amounts. None if the arm has a single run, or if the
         losses of windows are missing, differ in number, are too few or are not finite."""
         if self.windows is None or self.run_count < 2 or len({windows.size for windows in self.windows}) > 1:
             return None
@@ -125,7 +125,7 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
       the interval of the difference that these trained models would have on other text, if text noise is known.
     - The arm or the baseline has no run, or a loss that is not finite: inconclusive, and `difference` is None.
-    - The better one of the two has a seed that diverged: inconclusive, because its other seeds look better than it is.
+    - The better one of the two has a seed that diverged: inconclusive, because without that seed it looks too good.
 
     With 3 to 5 runs per arm, 93.4 to 96.5 % of the 95 % intervals contain the true difference, for normal losses whose
     standard deviations differ by up to a factor of 4. With 2 runs in an arm, 88 to 98 % of them do (88 % with 20 runs

@@ -167,7 +167,7 @@ def task_manager(*, with_index: bool) -> Any:
 
 
 def quieten() -> None:
-    """Silence lm-eval's logs except critical ones, those of datasets and huggingface_hub except errors, and the
+    """Turn off lm-eval's logs below the level CRITICAL, the logs of datasets and huggingface_hub below ERROR, and the
     progress bars of datasets. A download may still show the bar of huggingface_hub."""
     # Import the libraries before changing their log levels, because they set the levels when they are imported.
     import datasets
