@@ -127,11 +127,11 @@ class Sweep(BaseModel):
         in the base. If an entry of `together` has a name, that name appears in place of the entry's settings. Runs are
         in the order of the file, and the last key of `vary` changes fastest."""
         for entry in self.together or [{}]:
-            told = {ENTRY_NAME: entry[ENTRY_NAME]} if ENTRY_NAME in entry else entry
+            shown = {ENTRY_NAME: entry[ENTRY_NAME]} if ENTRY_NAME in entry else entry
             changed = {key: value for key, value in {**self.set, **entry}.items() if key != ENTRY_NAME}
             for values in itertools.product(*self.vary.values()):
                 varied = dict(zip(self.vary, values, strict=True))
-                yield {**told, **varied}, {**changed, **varied}
+                yield {**shown, **varied}, {**changed, **varied}
 
 
 def labels(points: list[Settings]) -> list[str]:
@@ -194,9 +194,9 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
         check_name(name, "sweep")
     with explained(f'{path}: key "base": '):
         base = load_base(runs_dir, sweep.base)
-    told, changes = zip(*sweep.points(), strict=True)
+    shown, changes = zip(*sweep.points(), strict=True)
     runs: dict[str, DerivedRun] = {}  # by their settings
-    for label, changed in zip(labels([*told]), changes, strict=True):
+    for label, changed in zip(labels([*shown]), changes, strict=True):
         with explained(f"{path}: makes "):
             run = derive(base, f"{name}-{label}", changed, name)
         twin = runs.setdefault(json.dumps(run.settings), run)

@@ -181,8 +181,8 @@ class SweepPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that the checkpoints need: those that each run keeps, and the further ones that the runs under way, one
-        in each group, need for a time. Runs of unknown length are left out."""
+        """Bytes that the checkpoints need: those that all runs keep, and those that the runs in progress (one in each
+        group) need temporarily. Runs of unknown length are left out."""
         plans = [each.plan for each in self.left if each.plan.position is not None]
         stay = [plan.added_checkpoints(at_end=True) * plan.checkpoint_bytes() for plan in plans]
         more = (plan.disk_bytes() - size for plan, size in zip(plans, stay, strict=True))

@@ -87,9 +87,9 @@ def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
 
 def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, float]]:
     """Return the start, in seconds since 1970, and the duration, in seconds, of each attempt of earlier sweeps to train
-    the run, from its sweep.log. A sweep that was killed has logged no duration. Attempts without one share the seconds
-    that the others lack of `recorded`, the time in the run's own records: from the last attempt back, each lasted at
-    most until the next one began."""
+    the run, from its sweep.log. A sweep that was killed has logged no duration. Its attempts get what the logged
+    durations lack of `recorded`, the seconds in the run's own records. The last such attempt gets its part first; none
+    gets more than the time until the next attempt began."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     begins: list[float] = []
@@ -112,8 +112,8 @@ def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, floa
 def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, float]:
     """Return what earlier commands have spent: the dollars of each run at the price of the whole machine, by the run's
     name; the dollars of all runs together; and the seconds for which sweeps have used the machine. Attempts that
-    overlap share the machine, and a group without a run does not make it cheaper. Training outside of sweeps counts in
-    the dollars alone."""
+    overlap share the machine, and a group without a run does not make it cheaper. Training outside of sweeps adds to
+    the dollars, but not to the seconds."""
     by_run: dict[str, float] = {}
     attempts: list[tuple[float, float, float]] = []
     dollars = seconds = end = 0.0
