@@ -113,7 +113,7 @@ def estimated_speed(
     if seconds < kernels * LAUNCH_SECONDS:
         return (
             f"launching the kernels of a step (about {kernels:,}, {1e3 * kernels * LAUNCH_SECONDS:,.1f} ms) takes "
-            "longer than running them; only a measurement tells the speed"
+            "longer than running them; only a measurement gives the speed"
         )
     return layout.global_tokens / seconds
 

@@ -124,9 +124,9 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return [change for change in changes if change]
 
 
-# Keys that may change when a run is resumed without an effect on its losses. Some decide nothing but when a checkpoint
-# is saved and which one is the best; initial_weights is read at the start alone; instead of the keys of the global
-# batch, the accumulation steps that they give are compared.
+# Keys that may change when a run resumes without an effect on its losses. Most of them decide only when a checkpoint is
+# saved and which one is the best. initial_weights is read only at the run's start. In place of the keys of the global
+# batch, the resulting accumulation steps are compared.
 IRRELEVANT_TO_LOSSES = {
     *("validation_interval", "validation_sequences", "validation_batches", "start_val_token"),
     *("checkpoint_interval", "initial_weights", "global_batch_size", "gradient_accumulation_steps"),
@@ -305,8 +305,8 @@ class Experiment:
     def available_tokens(self, split_tokens: Sequence[int]) -> int:
         """Return the number of tokens that training may read: the windows of all passes over the train splits that
         train.json's `epochs` allows, and one token more for the last target. For "repeat" it is sys.maxsize. For a
-        single split without `epochs`, it is the number of all its tokens from `start_train_token` on. If a split has
-        less than one sequence from there on, it is that number for the shortest split, and may be negative."""
+        single split without `epochs`, or if a split has less than one sequence from `start_train_token` on, it is the
+        number of tokens of the shortest split from there on, which may be negative."""
         order, epochs = self.window_order(split_tokens), self.config.epochs
         if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):
             return min(split_tokens) - self.config.start_train_token

@@ -76,9 +76,9 @@ class Plan:
 
     @property
     def stages(self) -> list[tuple[int, BatchLayout]]:
-        """The different global batches from the first remaining step on, even those of a ramp that would come after the
-        run's end. Each item is the number of the run's tokens before the first remaining step with this batch, and the
-        batch's layout. Only a batch ramp gives more than one item."""
+        """The layouts of the global batches from the first remaining step on, each after the number of the run's tokens
+        before the first remaining step with it. There are several only for a batch ramp, including those that the run
+        does not reach."""
         seen = self.position.tokens_seen if self.position else 0
         return [(seen + stage.tokens_before, stage.layout) for stage in self.batches.stages]
 
@@ -215,7 +215,8 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         order = experiment.window_order(split_tokens)
         remark = None if meta else _unused_vocabulary(model, data)
     else:
-        # Before the download of a dataset that training would refuse. The notebook's program records no train.json.
+        # Checked now, because otherwise training would first download the dataset and then refuse the run. The
+        # notebook's program records no train.json.
         if meta is not None and meta.train:
             check_fixed_keys(meta, experiment.run.checkpoints, config.model_dump(mode="json"))
         missing = next(name for name in config.dataset_weights if not is_present(folder, name, experiment.splits))
@@ -227,7 +228,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
             position = experiment.position(layout, [COUNTABLE] * len(config.dataset_weights), meta, budget)
     plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark, order=order)
     if meta is not None:
-        # As the training's Clock counts: seconds without a price cost today's price.
+        # Seconds without a recorded price cost today's price, as in training's Clock.
         costs = meta.costs or cost_by_phase(meta.seconds, config.price_per_hour) or {}
         plan = replace(plan, seconds_before=sum(meta.seconds.values()), dollars_before=sum(costs.values()))
     if position is None:
@@ -342,7 +343,7 @@ def describe_plan(
         newer = f"would continue from {mirrored.checkpoint} there" if mirrored.meta else "no newer checkpoint there"
         rows.append(("mirror", f"{mirrored.name}: {newer}"))
         if plan.position:
-            rows.append(("a lost machine", describe_loss(plan, speed, mirrored)))
+            rows.append(("a lost machine", describe_lost_machine(plan, speed, mirrored)))
     if plan.position:
         rows += _work_rows(plan, speed)
     else:
@@ -350,9 +351,9 @@ def describe_plan(
     return "\n".join(lines + _table([*rows, *(("note", note) for note in notes)]))
 
 
-def describe_loss(plan: Plan, speed: PlannedSpeed, mirrored: InMirror) -> str:
-    """Return, as text, what the loss of the machine costs at most, whenever it happens: the training since the newest
-    checkpoint that is whole in the mirror."""
+def describe_lost_machine(plan: Plan, speed: PlannedSpeed, mirrored: InMirror) -> str:
+    """Return, as text, the most that losing the machine can cost: the training since the newest checkpoint that is
+    whole in the mirror."""
     size, rate = plan.checkpoint_bytes(), mirrored.bytes_per_second
     every = min(plan.config.checkpoint_every, max(1, len(plan.steps)))
     upload = None if rate is None else size / rate
@@ -415,8 +416,8 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     training, validating = parts["training"], parts["validation"]
     over = "training and validation together" if speed.includes_validation else "training alone, without validation"
     said = f"{speed.tokens_per_second:,.0f} tokens/s of {over}\n({speed.source})"
-    told = "estimated" if speed.training_share is None else "as reported"
-    time = f"{duration(training)} training + {duration(validating)} validation ({told})"
+    basis = "estimated" if speed.training_share is None else "as reported"
+    time = f"{duration(training)} training + {duration(validating)} validation ({basis})"
     if speed.includes_validation and training:
         time += f"\n= {duration(training + validating)}; training alone: {plan.tokens() / training:,.0f} tokens/s"
     price, priced = plan.price(speed)

@@ -103,9 +103,9 @@ def _measured_speed(
     """Return a speed that was measured by this run or by another run in the same folder, or for one of them by
     check_machine.py. Only runs with the same model, the same batch and the same settings that affect the time of a step
     are used, and only those on `device`, if it is given, or on one of the devices `here`, by name. The result has a
-    reason instead of a number if there is no such run, or if none measured for long enough. A summary is skipped if it
-    is not valid, or if it does not record over how many steps its speed was measured, as those of earlier versions do
-    not.
+    reason instead of a number if there is no such run, or if none measured for long enough. Summaries that are not
+    valid are skipped, and so are those of earlier versions, which do not record over how many steps the speed was
+    measured.
 
     Speeds that were measured for long enough come first; among these, speeds on devices `here`; among these, speeds of
     this run; among these, speeds of training rather than of check_machine.py; among these, the one that was measured
