@@ -186,13 +186,6 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp-pretrain"
 
 
-def umask() -> int:
-    """Return the process's umask. It can only be read by setting it, so it is set to 0 for a moment."""
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
 def check_name(name: str, what: str) -> str:
     """Return `name` if it matches SAFE_NAME and has at most LONGEST_NAME characters. Otherwise, for example if it is
     `..`, has a slash or begins with a dot, raises UserError with a message that begins with `what`."""

@@ -3,7 +3,6 @@ several checkpoint tensors."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.common.errors import UserError
-from harness.common.files import refuse_special, umask
+from harness.common.files import refuse_special
 from harness.common.memory import free_memory
 from harness.common.messages import GIB
 from harness.model.config import WEIGHT_BYTES, ModelConfig
@@ -87,5 +86,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file. The tensors must be contiguous and share no memory. Raises SafetensorError or OSError
     if the file cannot be written."""
+    path.touch()
+    mode = path.stat().st_mode  # as the umask asks; safetensors replaces the file by one with mode 0600
     save_file(tensors, path, metadata={"format": "pt"})
-    os.chmod(path, 0o666 & ~umask())  # safetensors creates the file with mode 0600 whatever the umask is
+    path.chmod(mode)

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from harness.common.errors import UserError
-from harness.common.files import draft_prefix, umask
+from harness.common.files import draft_prefix
 from harness.data.fetch import ensure_dataset
 from harness.data.preparation import builtin
 from harness.data.preparation.builtin import DEFAULT_VOCAB_SIZE, build_python_stdlib
 from harness.data.tokenizers import load_tokenizer
 from tests.support.preparing import content_of, documents_of, splits_of
-from tests.support.warm import ROOT, WarmProcess, warm_server
+from tests.support.warm import ROOT, WarmProcess, umask, warm_server
 
 NAME = "builtin/python-stdlib"
 SPLITS = ("train", "validation", "test")

@@ -24,8 +24,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness.common.files import umask
-
 ROOT = Path(__file__).resolve().parents[2]
 FORK_PYTHONS = "from tests.support.forking import fork_pythons\nfork_pythons()\n"
 
@@ -80,6 +78,13 @@ for line in sys.stdin:
     run_to_the_end(program)
 os._exit(0)
 """
+
+
+def umask() -> int:
+    """Return this process's umask. It can only be read by setting it, so it is set to 0 for a moment."""
+    current = os.umask(0)
+    os.umask(current)
+    return current
 
 
 @dataclass
