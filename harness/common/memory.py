@@ -31,7 +31,8 @@ OWN_CUDA_BYTES = 2**31
 NO_CUDNN_PLAN = "No valid execution plans"
 # If this much of a GPU's memory is free, memory is not the reason for that message.
 PLAN_BYTES = CUDA_RESERVE_BYTES // 2
-CGROUP = Path("/sys/fs/cgroup")  # of this process's container; only cgroup v2 has the files that are read here
+CGROUPS = Path("/sys/fs/cgroup")  # this process's container; only cgroup v2 has the files that are read here
+OWN_CGROUP = Path("/proc/self/cgroup")
 # Messages of libraries and the system for a failed allocation. torch's own allocator has an exception class for it.
 OUT_OF_MEMORY = re.compile(
     "|".join(
@@ -122,19 +123,28 @@ def taken_by_others(device: torch.device) -> str | None:
 
 def free_memory() -> int:
     """Return how many bytes of memory are still free on this machine or, if that is less, in this process's container
-    (known only with cgroup v2). On macOS, return the size of the machine's memory."""
+    or batch job (known only with cgroup v2). On macOS, return the size of the machine's memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except FileNotFoundError:  # macOS reports its total memory, but not how much is free
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
+    own = re.search("^0::/(.*)", OWN_CGROUP.read_text() if OWN_CGROUP.exists() else "", re.MULTILINE)
+    group = Path(own[1] if own else "")
+    # A batch job's limit is often on a group that contains the process's own.
+    return min(available, *(_free_in_cgroup(CGROUPS / each) for each in (group, *group.parents)))
+
+
+def _free_in_cgroup(group: Path) -> int:
+    """Return how many bytes of memory the processes in a control group may still take: LARGEST_LIMIT if it has no
+    limit."""
     try:
-        left = int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
-        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # memory.max can be "max"
-        return available
+        return LARGEST_LIMIT
     # memory.current counts cached files, too, although the kernel drops them if memory gets short.
-    return min(available, left + sum(int(statistics.get(each, 0)) for each in ("active_file", "inactive_file")))
+    return left + sum(int(statistics.get(each, 0)) for each in ("active_file", "inactive_file"))
 
 
 def peak_of_limited_memory(device: torch.device) -> int:

@@ -59,7 +59,7 @@ def test_errors_of_a_full_device_are_told_from_other_errors(error: Exception, ex
 
 def test_files_in_the_cache_of_a_container_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container with a limit of 64 MiB uses 60 MiB, 51 MiB of them for files that it has read."""
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
     on_the_machine = free_memory()
     (tmp_path / "memory.max").write_text(f"{64 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{60 * 2**20}\n")
@@ -68,6 +68,22 @@ def test_files_in_the_cache_of_a_container_take_no_memory(tmp_path: Path, monkey
     assert free_memory() == 55 * 2**20
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory() > on_the_machine / 2
+
+
+def test_the_limit_of_a_batch_job_is_on_a_group_above_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "OWN_CGROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("1:name=systemd:/elsewhere\n0::/slurm/job_7/step_0/task_0\n")
+    job = tmp_path / "slurm/job_7"
+    task = job / "step_0/task_0"
+    task.mkdir(parents=True)
+    for group, limit in ((job, str(48 * 2**20)), (task, "max")):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{40 * 2**20}\n")
+        (group / "memory.stat").write_text("anon 41943040\n")
+    assert free_memory() == 8 * 2**20
 
 
 class PretendedGpu:
