@@ -105,7 +105,7 @@ def _fetch(work: HubWork, partial: Path, splits: Sequence[str]) -> None:
     # Small files first. All files are of one commit, so that a push during the download does not mix versions.
     for file in sorted(files, key=lambda file: file.size or 0):
         download(work, file, revision, partial)
-    shutil.rmtree(partial / ".cache")
+    shutil.rmtree(partial / ".cache", ignore_errors=True)
     rename_whole(partial, lambda: work.folder)
 
 
