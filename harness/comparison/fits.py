@@ -79,7 +79,7 @@ def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
     x, losses = np.log([batch for batch, _ in points]), np.array([loss for _, loss in points])
     a, b, c = np.polyfit(x, losses, 2)
     lowest, miss = -b / (2 * a), np.abs(np.polyval([a, b, c], x) - losses).max()
-    is_inside = a > 0 and x.min() <= lowest <= x.max()
+    is_inside = round(a, 4) > 0 and x.min() <= lowest <= x.max()  # equal losses give an `a` of rounding errors
     where = (
         f"lowest near {math.exp(lowest):.0f} sequences" if is_inside else "no lowest point between these batch sizes"
     )

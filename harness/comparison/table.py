@@ -176,8 +176,9 @@ def number_text(value: float, style: str) -> str:
     if style == MONEY:
         return amount_text(value)
     if style == COUNT:
-        size, prefix = next(((size, prefix) for size, prefix in PREFIXES if abs(value) >= size), (1.0, ""))
-        return f"{value / size:.4g}{prefix}"
+        rounded = float(f"{value:.4g}")  # before the prefix is chosen, so that 999,999 becomes 1M and not 1000k
+        size, prefix = next(((size, prefix) for size, prefix in PREFIXES if abs(rounded) >= size), (1.0, ""))
+        return f"{rounded / size:.4g}{prefix}"
     return format(value, style)
 
 

@@ -255,10 +255,10 @@ def describe_progress(progress: RunProgress | None, wanted: int | None, *, goes_
 
 def rough_duration(seconds: float) -> str:
     """Format seconds as a whole number of the largest unit (days to seconds) that fits at least once: 90 -> "2 min"."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
+    for size, unit, most in ((1, "s", 60), (60, "min", 60), (3600, "h", 24)):
+        if round(seconds / size) < most:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds / 86400:.0f} d"
 
 
 def read_progress(path: Path) -> RunProgress | None:

@@ -49,9 +49,10 @@ def describe(analysis: Analysis) -> str:
 def short(value: float) -> str:
     """Format a number with three digits, and a unit if it is 1,000 or more: 1.46M. From 1e15 on, it has a power of ten.
     Infinity is "unbounded"."""
+    rounded = float(f"{value:.3g}")  # before the unit is chosen, so that 999.6 becomes 1K
     for size, unit in UNITS:
-        if size <= value < 1000 * UNITS[0][0]:
-            return f"{value / size:.3g}{unit}" if value / size < 999.5 else f"{value / size:.0f}{unit}"
+        if size <= rounded < 1000 * UNITS[0][0]:
+            return f"{rounded / size:.3g}{unit}"
     return power(value)
 
 

@@ -230,6 +230,8 @@ def test_no_curve_over_batches_where_something_else_differs_too(tmp_path: Path) 
     assert "lowest near 3 sequences" in next(fits(table_of(*alike)))
     falling = [run(size, 3 - size / 100) for size in (1, 2, 5)]
     assert "no lowest point between these batch sizes" in next(fits(table_of(*falling)))
+    equal = [run(size, 2.3) for size in (1, 2, 5)]
+    assert "no lowest point between these batch sizes" in next(fits(table_of(*equal)))
     assert [*fits(table_of(*alike, run(10, 2.1, learning_rate=0.1)))] == [
         "Loss over the global batch: inconclusive, because learning_rate differs, too"
     ]
@@ -286,6 +288,7 @@ def test_numbers_end_at_one_place_and_marks_follow(tmp_path: Path) -> None:
         (163_009_536, "count", "163M"),
         (3.26e9, "count", "3.26B"),
         (500, "count", "500"),
+        (999_999, "count", "1M"),
         (0.0051, "money", "0.0051"),
         (1e20, ",.0f", "1.00e+20"),
     ],
