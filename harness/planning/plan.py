@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from harness.common.errors import UserError
-from harness.common.messages import GIB, distinct_sizes, duration, paragraph
+from harness.common.messages import GIB, counted, distinct_sizes, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.data.dataset import did_you_mean, is_present
@@ -159,7 +159,7 @@ class Plan:
         remedies += ["lower keep_checkpoints in train.json"] if keep is not None and keep > 1 else []
         remedies += ["raise checkpoint_interval"] if added == count > 1 else []
         return (
-            f"the run's {count:,} checkpoints need {needed}{room}, but {available} are free; "
+            f"the run needs {needed} for {counted(count, 'checkpoint')}{room}, but {available} are free; "
             f"{', '.join([*remedies, 'free some space'])}, or use another disk (--runs-dir)"
         )
 
@@ -317,9 +317,9 @@ def describe_plan(
     for seen, layout in plan.stages:
         since = f"from {seen:,} tokens on: " if len(plan.stages) > 1 else ""
         batches.append(
-            f"{since}{layout.world_size} ranks x {layout.microbatch_size} sequences x {layout.accumulation_steps} "
-            "accumulation steps\n"
-            f"= {layout.global_tokens // layout.context_length:,} sequences = {layout.global_tokens:,} tokens"
+            f"{since}{counted(layout.world_size, 'rank')} x {counted(layout.microbatch_size, 'sequence')} x "
+            f"{counted(layout.accumulation_steps, 'accumulation step')}\n"
+            f"= {counted(layout.global_tokens // layout.context_length, 'sequence')} = {layout.global_tokens:,} tokens"
         )
     rows.append(("global batch", "\n".join(batches)))
     largest = max((layout for _, layout in plan.stages), key=lambda each: each.accumulation_steps)

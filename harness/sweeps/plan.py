@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.common.errors import UserError, explained, printable
-from harness.common.messages import GIB, WIDTH, aligned, amount_text, distinct_sizes, duration, paragraph
+from harness.common.messages import GIB, WIDTH, aligned, amount_text, counted, distinct_sizes, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
@@ -200,8 +200,8 @@ class SweepPlan:
             remedy = 'put "keep_checkpoints": 1 into the sweep\'s "set" (and into train.json of the runs that exist '
             remedy += "already), or "
         return (
-            f"the checkpoints of the sweep's {len(self.left):,} unfinished runs need {needed}, but {available} are "
-            f"free; {remedy}use another disk (--runs-dir)"
+            f"the sweep needs {needed} for the checkpoints of {counted(len(self.left), 'unfinished run')}, but "
+            f"{available} are free; {remedy}use another disk (--runs-dir)"
         )
 
     def seconds(self) -> float:

@@ -125,7 +125,7 @@ def test_disk_too_small(shop: Workshop, exhaustive: bool) -> None:
             if ended.status:
                 assert ended.status == 2, ended
                 (line,) = ended.error_lines
-                assert "checkpoints need" in line
+                assert "the run needs" in line
                 assert "are free" in line
                 assert not (run / "metrics.jsonl").exists()
                 return False
@@ -155,7 +155,7 @@ def test_a_run_continues_on_the_smallest_disk_that_admits_it(shop: Workshop) -> 
         file_operations.fill_disk(small.path, planned.checkpoint_bytes())
         ended = ends_of(start(small), VANISH_SECONDS)
         assert ended.status == 2, ended
-        assert "checkpoints need" in ended.error_lines[0]
+        assert "the run needs" in ended.error_lines[0]
         file_operations.empty_disk(small.path)
         train(small)
         assert (run / "summary.json").exists()

@@ -79,7 +79,7 @@ def test_a_ramp_counts_its_own_batches(shop: Workshop) -> None:
     assert tokens(shop, target_flops=FLOPS * 352, **ramp) == 352
     found = rows(shop, assume_tps=10.0)
     assert (number(found["global steps"]), number(found["tokens"])) == (6, 352)
-    assert "from 96 tokens on: 1 ranks x 2 sequences x 2 accumulation steps = 4 sequences" in found["global batch"]
+    assert "from 96 tokens on: 1 rank x 2 sequences x 2 accumulation steps = 4 sequences" in found["global batch"]
     plan = make_plan(experiment(shop, train_steps=6, **ramp), 1, None)
     assert (plan.tokens(), plan.layout.accumulation_steps) == (352, 4), "the layout is that of the largest batch"
     assert plan.batches.at(0) == replace(plan.layout, accumulation_steps=1)

@@ -197,7 +197,9 @@ def test_a_disk_too_small_is_refused(shop: Workshop, tmp_path: Path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     planned.check_disk(RunDirectory(run))
     free -= 1
-    words = rf"^{re.escape(str(run))}: the run's 10 checkpoints need ([\d,]+) bytes, but (?!\1)[\d,]+ bytes.*set keep"
+    words = (
+        rf"^{re.escape(str(run))}: the run needs ([\d,]+) bytes for 10 checkpoints, but (?!\1)[\d,]+ bytes.*set keep"
+    )
     with pytest.raises(UserError, match=words):
         planned.check_disk(RunDirectory(run))
     (tmp_path / "elsewhere").mkdir()
@@ -215,7 +217,8 @@ def test_a_disk_too_small_is_refused(shop: Workshop, tmp_path: Path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     shortages = [str(each.disk_shortage(RunDirectory(run))) for each in (smaller, least)]
     assert re.search(
-        r"need [\d.]+ MiB \(at most 6 more on the disk at a time\), but 0\.00 MiB are free; lower keep", shortages[0]
+        r"[\d.]+ MiB for [\d,]+ checkpoints \(at most 6 more on the disk at a time\), but 0\.00 MiB are free; lower",
+        shortages[0],
     )
     assert "keep_checkpoints" not in shortages[1], "there is no lower number"
 
@@ -259,7 +262,9 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
     found = rows(shop, ranks=2, assume_tps=1e9)
     assert found["checkpoints"].startswith("78,125,000,000 (")
     assert found["cost"].startswith("$100.00 training")
-    assert re.search(r"the run's 78,125,000,000 checkpoints need [\d,.]+ GiB, but [\d,.]+ GiB are free", found["note"])
+    assert re.search(
+        r"the run needs [\d,.]+ GiB for 78,125,000,000 checkpoints, but [\d,.]+ GiB are free", found["note"]
+    )
     assert "set keep_checkpoints in train.json" in found["note"]
     elsewhere = rows(shop, assume_world_size=2)["note"]
     assert "GiB" not in elsewhere, "this disk does not matter for another machine's plan"

@@ -227,7 +227,7 @@ def test_a_run_is_planned_for_the_machine_that_it_is_named_after(
     train.write_text(train.read_text().replace("23.92", "24"))
     found = rows(where, "mine")
     assert "machine" not in found
-    assert found["global batch"].startswith("1 ranks x 64 sequences")
+    assert found["global batch"].startswith("1 rank x 64 sequences")
 
 
 @pytest.mark.parametrize(

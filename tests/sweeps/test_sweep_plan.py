@@ -110,7 +110,7 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
     planned = sweep_command(shop, "plan", str(shop.datasets))
     assert (planned.status, planned.stderr) == (0, "")
     assert "note: " in planned.stdout
-    said = "the checkpoints of the sweep's 2 unfinished runs need"
+    said = "for the checkpoints of 2 unfinished runs, but"
     assert said in " ".join(planned.stdout.split())
     sweep_command(shop, "run", str(shop.datasets)).refuses(said)
     assert [each.name for each in shop.runs.iterdir() if each.is_dir()] == ["base"]
