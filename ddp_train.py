@@ -183,7 +183,9 @@ class Trainer:
         if due:  # an evaluation may have compiled more
             self.compile_cache.save()
         is_reported = due & {"report", "validation", "benchmarks"}  # perhaps by an earlier process
-        has_diverged = is_skipping or (is_reported and config.stop_if_diverged and state.has_diverged)
+        # The state can also have diverged by steps that an earlier process skipped, which continuing forgives.
+        is_far_above = state.has_diverged and state.above_level_since is not None
+        has_diverged = is_skipping or (is_reported and config.stop_if_diverged and is_far_above)
         if has_diverged and step != position.last_step:
             raise RunStopped(DIVERGED)
 

@@ -110,6 +110,11 @@ def test_skipped_steps_at_the_end_and_before_a_change(shop: Workshop) -> None:
     shop.train(early.name, prelude=infection.prelude(range(3, 6)), expect=4)
     shop.train(early.name)
     assert not json.loads((early / "summary.json").read_text())["has_diverged"]
+    told = shop.add_run("told", **settings | {"report_interval": 1, "validation_interval": 8})
+    signal_in_validation = "before(EVALUATION, tell(15), rank=0, step=8)\n"
+    shop.train(told.name, prelude=infection.prelude(range(6, 9)) + signal_in_validation, expect=143)
+    shop.train(told.name)
+    assert not json.loads((told / "summary.json").read_text())["has_diverged"]
 
 
 @pytest.mark.fault("a loss that is not finite", "null in the metrics; best does not move")
