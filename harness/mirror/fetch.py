@@ -117,7 +117,7 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
         meta = retried(mirror, partial(read_remote_meta, mirror, files, name))
         if meta is not None:
             check(meta)
-            if _bring_checkpoint(run, mirror, files, name, meta, is_damaged_here=name == damaged):
+            if _bring_checkpoint(run, mirror, files, name, meta, damaged):
                 brought = name
                 break
             is_damaged = True
@@ -143,7 +143,7 @@ def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
     try:
         verify_checkpoint(start)
     except (UserError, OSError) as error:
-        tell(f"note: {error}; the mirror's copy is fetched")
+        tell(f"note: {error}; the mirror has a copy")
         return start.name
     return None
 
@@ -165,10 +165,11 @@ def is_set_aside(files: dict[str, int], name: str) -> bool:
 
 
 def _bring_checkpoint(
-    run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta, *, is_damaged_here: bool
+    run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta, damaged: str | None
 ) -> bool:
     """Fetch a checkpoint and all that belongs to it, and set the links `latest` and `best`. Return False if it is
-    damaged. If `is_damaged_here`, the run's own copy is moved to a folder below `aside/`.
+    damaged in the mirror. `damaged` names a checkpoint that is damaged here: if a whole copy is fetched, it is moved to
+    a folder below `aside/`.
 
     The checkpoint gets its name after all other files have been fetched. If the process is killed before that, the next
     one fetches what is missing; if it is killed later, nothing is missing.
@@ -177,15 +178,22 @@ def _bring_checkpoint(
     if best is None:  # a checkpoint of that step that was set aside has no meta.json
         of_step = [each for each in names_in(files) if step_of(each) == meta.best_step]
         best = next((each for each in of_step if f"checkpoints/{each}/{META}" in files), None)
-    if is_damaged_here or not (run.checkpoints / name).exists():
+
+    def put_in_place(draft: Path, name: str) -> None:
+        if name == damaged:
+            (run.checkpoints / LATEST).unlink(missing_ok=True)  # so that the link never dangles
+            move(run.checkpoints / name, run.new_aside() / name)
+        rename_whole(draft, lambda: run.checkpoints / name)
+
+    if name == damaged or not (run.checkpoints / name).exists():
         draft = fetch_checkpoint(run, mirror, files, name, meta)
         if draft is None:
             return False
-        if best not in (None, name) and not (run.checkpoints / best).exists():
+        if best not in (None, name) and (best == damaged or not (run.checkpoints / best).exists()):
             best_meta = retried(mirror, partial(read_remote_meta, mirror, files, best))
             drafted = best_meta and fetch_checkpoint(run, mirror, files, best, best_meta)
             if drafted:
-                rename_whole(drafted, lambda: run.checkpoints / best)
+                put_in_place(drafted, best)
         fetch_results(run, mirror, files)
         fetch_metrics(run, mirror, meta)
         summary = retried(mirror, lambda: mirror.read(run.summary.name)) or b""
@@ -194,10 +202,7 @@ def _bring_checkpoint(
             if not (is_stale or run.summary.exists()):
                 with atomic_file(run.summary) as file:
                     file.write_bytes(summary)
-        if is_damaged_here:
-            (run.checkpoints / LATEST).unlink(missing_ok=True)  # so that the link never dangles
-            move(run.checkpoints / name, run.new_aside() / name)
-        rename_whole(draft, lambda: run.checkpoints / name)
+        put_in_place(draft, name)
     if best is not None and (run.checkpoints / best).is_dir():
         point(run.checkpoints, BEST, run.checkpoints / best)
     point(run.checkpoints, LATEST, run.checkpoints / name)  # last: without it, the newest is used

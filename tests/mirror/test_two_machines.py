@@ -124,6 +124,21 @@ def test_a_checkpoint_that_is_damaged_here_alone_is_fetched(first: InProcess, by
     assert_same_end(straight.runs / "r", run)
 
 
+def test_a_best_checkpoint_that_is_damaged_here_alone_is_fetched_with_a_later_one(first: InProcess) -> None:
+    run, best = first.runs / "r", names(first.runs / "r")[-1]
+    second = add_machine(first.path.parent, "second", min_train_tokens=64 * 7, learning_rate=5.0)
+    second.train_here()
+    weights = run / "checkpoints" / best / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + b"x")
+    assert first.command("mirror.py", "fetch", f"file://{remote(first).parent}", "r").status == 0
+    assert (run / "checkpoints" / "latest").resolve().name == names(remote(first))[-1] != best
+    assert (run / "checkpoints" / "best").resolve().name == best
+    assert weights.read_bytes() == whole
+    (aside,) = (run / "aside").glob(f"*/{best}/model.safetensors")
+    assert aside.read_bytes() == whole[:-1] + b"x"
+
+
 def test_a_checkpoint_that_is_damaged_in_both_places_stays(first: InProcess) -> None:
     run, before = first.runs / "r", names(first.runs / "r")
     for folder in (run, remote(first)):
