@@ -20,6 +20,7 @@ import numpy as np
 from harness.common.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+LONGEST_WORD = 2**14  # bytes, when a tokenizer is trained
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")  # the second name is Llama 3's
 TIKTOKEN_SUFFIX = ".tiktoken.json"
 # Text that a lossy tokenizer would change: white space, combining marks and ligatures (normalization), characters of
@@ -272,7 +273,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
     """Train a byte-level BPE with exactly `vocab_size` tokens, and save it as `path`. Token 0 is end-of-text, and the
     next ones are `special_tokens`; the tokenizer that `load_bpe` returns encodes no text as any of them.
 
-    The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
+    The text is split into words by GPT-2's pattern, and no token spans two words. Words of more than LONGEST_WORD bytes
+    are cut. The same texts give the same file.
     `vocab_size` is at least 257 (every byte, and end-of-text) plus the number of `special_tokens`. Raises UserError if
     training on the texts yields fewer tokens, or a token that is spelt like a special token. Raises OSError if the file
     cannot be written.
@@ -281,7 +283,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     backend: Any = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Training takes time quadratic in the longest word, as of an encoded image, and cannot be interrupted.
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -290,6 +294,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+    backend.pre_tokenizer = words
     reached = backend.get_vocab_size()
     if reached != vocab_size:
         raise UserError(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,14 @@ def test_training_again_in_another_process_gives_the_same_file(trained_file: Pat
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code, str(again)], cwd=ROOT, env=environment, check=True)
     assert again.read_bytes() == trained_file.read_bytes()
+
+
+def test_a_word_of_a_million_letters_takes_no_longer_than_short_ones(tmp_path: Path) -> None:
+    begin = time.process_time()
+    train_bpe(iter(["x" * 1_000_000]), 262, tmp_path / "tokenizer.json")
+    assert time.process_time() - begin < 20, "in one piece, it takes minutes"
+    tokens = load_tokenizer(str(tmp_path / "tokenizer.json")).encode("x" * 100_000)
+    assert len(tokens) < 100_000 / 16
 
 
 def test_too_little_text_names_the_vocabulary_it_would_give(tmp_path: Path) -> None:
