@@ -147,13 +147,13 @@ def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tu
             return (name,)
         arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, ())], name)
         own = arms.arm_with(name) or ""
-        members = *arms.run_names.get(own, ()), *arms.diverged.get(own, ())
-        return (name, *(each for each in members if each != name))
+        members = dict.fromkeys((name, *arms.run_names.get(own, ()), *arms.diverged.get(own, ())))
+        return (*members,)
     except UserError:
         for names in (compared, ()):
             arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, names)])
             if baseline in arms.run_names:
-                return *arms.run_names[baseline], *arms.diverged.get(baseline, ())
+                return (*dict.fromkeys((*arms.run_names[baseline], *arms.diverged.get(baseline, ()))),)
         raise
 
 

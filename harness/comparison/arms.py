@@ -38,8 +38,8 @@ class Arms:
     """Arms of an experiment; the runs of an arm differ only in their seeds. `run_names` has the names of each arm's
     runs, by the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might
     expect them. `chance` says what the seeds change within the arms: each value of SEEDS (such as "dropout") whose seed
-    differs between two runs of the same arm. `diverged` has the names of runs that have diverged, and otherwise differ
-    from the runs of an arm only in their seeds, by the name of the arm."""
+    differs between two runs of the same arm. `diverged` has the names of runs that have diverged, by the name of their
+    arm: runs of the arm, and runs that were ended and otherwise differ from the runs of the arm only in their seeds."""
 
     run_names: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
@@ -86,8 +86,7 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         first_runs.setdefault(shared, []).append(counted[0])
     named = _named(arms, {record.name for record in records}, baseline)
     diverged = _diverged(records, named)
-    for names in diverged.values():
-        unfinished["diverged"] = [name for name in unfinished["diverged"] if name not in names]
+    unfinished["diverged"] = [name for name in unfinished.get("diverged", ()) if name not in sum(diverged.values(), ())]
     notes = [f"{abbreviated(names)}: diverged, so {arm} is not called better" for arm, names in diverged.items()]
     notes += [f"{abbreviated(names)}: {word}, and so in no comparison" for word, names in unfinished.items() if names]
     notes += unknown + repeated
@@ -108,9 +107,14 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
 
 
 def _diverged(records: Sequence[RunRecord], arms: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the runs that have diverged and would belong to an arm if they had not, by the arm's name."""
+    """Return the names of the runs that have diverged and belong to an arm, or would if they had reached their end, by
+    the arm's name."""
     by_name = {record.name: record for record in records}
-    found: dict[str, tuple[str, ...]] = {}
+    at_end = {
+        arm: tuple(name for name in names if (summary := by_name[name].summary) and summary.has_diverged)
+        for arm, names in arms.items()
+    }
+    found = {arm: names for arm, names in at_end.items() if names}
     for record in records:
         if record.state.word != "diverged" or record.meta is None:
             continue

@@ -210,6 +210,21 @@ def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_pa
     assert "hotter-seed1: diverged, and so in no comparison" in found.notes
 
 
+def test_a_seed_that_diverged_and_reached_its_end_counts_against_its_arm(tmp_path: Path) -> None:
+    """With stop_if_diverged false, a run reaches its end although it has diverged."""
+    runs = [
+        RunFolder(tmp_path, f"{name}-seed{seed}", {"random_seed": seed, "learning_rate": rate}).finish(
+            final_validation_loss=loss, has_diverged=name == "hot" and seed == 2
+        )
+        for name, rate in (("low", 0.001), ("hot", 0.01))
+        for seed, loss in ((1, 2.5 + (name == "low")), (2, 2.51 + (name == "low")))
+    ]
+    found = compare_with("low-seed1", records(*runs))
+    assert found.verdicts[0].sentence == "hot against low: inconclusive, because hot-seed2, of hot, diverged"
+    assert found.notes == ["hot-seed2: diverged, so hot is not called better"]
+    assert compare_with("hot-seed1", records(*runs)).verdicts[0].word == "inconclusive"
+
+
 @pytest.mark.parametrize("measured", ["validation", "test"])
 def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path: Path, measured: str) -> None:
     """An arm with a diverged seed is inconclusive. It must not be better only because that seed is not counted."""
