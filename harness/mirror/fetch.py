@@ -140,6 +140,9 @@ def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
     start = choose_start(run.checkpoints, None)
     if start is None or f"checkpoints/{start.name}/{META}" not in files:
         return None
+    with suppress(UserError):  # meta.json cannot be read
+        if read_meta(start).is_from_notebook:  # it has no hashes
+            return None
     try:
         verify_checkpoint(start)
     except (UserError, OSError) as error:
@@ -196,12 +199,7 @@ def _bring_checkpoint(
                 put_in_place(drafted, best)
         fetch_results(run, mirror, files)
         fetch_metrics(run, mirror, meta)
-        summary = retried(mirror, lambda: mirror.read(run.summary.name)) or b""
-        with suppress(ValueError, LookupError, TypeError):  # if there is none, or it is damaged
-            is_stale = json.loads(summary)["tokens_seen"] > meta.tokens_seen  # of results that were set aside
-            if not (is_stale or run.summary.exists()):
-                with atomic_file(run.summary) as file:
-                    file.write_bytes(summary)
+        fetch_summary_and_chart(run, mirror, files, meta)
         put_in_place(draft, name)
     if best is not None and (run.checkpoints / best).is_dir():
         point(run.checkpoints, BEST, run.checkpoints / best)
@@ -287,6 +285,25 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> No
         move(run.metrics, run.new_aside() / run.metrics.name)
     with atomic_file(run.metrics) as draft:
         draft.write_bytes(content)
+
+
+def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, int], meta: CheckpointMeta) -> None:
+    """Replace the run's summary and chart by those in the mirror, unless these describe later steps than `meta`, which
+    were set aside. If there is another summary here, moves it, and the chart, to a folder below `aside/`. Raises
+    RunError if the mirror cannot be read, or if a move fails."""
+    wanted = [path for path in (run.summary, run.chart) if path.name in files]
+    contents = {path: retried(mirror, partial(mirror.read, path.name)) or b"" for path in wanted}
+    try:
+        is_stale = json.loads(contents.get(run.summary, b"{}")).get("tokens_seen", 0) > meta.tokens_seen
+    except (ValueError, AttributeError, TypeError):  # it is damaged
+        is_stale = True
+    if is_stale:
+        contents = {}
+    if run.summary.exists() and run.summary.read_bytes() != contents.get(run.summary):
+        run.set_summary_and_chart_aside(run.new_aside())
+    for path, content in contents.items():
+        with atomic_file(path) as draft:
+            draft.write_bytes(content)
 
 
 def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:

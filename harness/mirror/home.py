@@ -200,7 +200,8 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
         uploads = Uploads(run, mirror, lease, keep=None, start_step=here[-1][0] if here else -1)
         uploads.push()
         if uploads.damaged:
-            raise UserError(f"{run.path}: {abbreviated(sorted(uploads.damaged))}: damaged here, and not sent")
+            said = f"{run.path}: {abbreviated(sorted(uploads.damaged))}: damaged here, and not sent"
+            raise UserError(f"{said}; `uv run mirror.py fetch` brings the mirror's copy of the latest, if it has one")
     except LeaseLost as owner:
         raise UserError(f"mirror {mirror.name}: {owner} has taken the run meanwhile: stop it there first") from None
     finally:

@@ -257,6 +257,24 @@ def test_a_finished_run_is_brought_with_its_summary(first: InProcess) -> None:
     assert (second.runs / "r" / "summary.json").read_bytes() == before
 
 
+def test_a_run_that_another_machine_has_restarted_is_brought_with_its_new_summary(first: InProcess) -> None:
+    store = f"file://{remote(first).parent}"
+    second = add_machine(first.path.parent, "second", **STOP)
+    second.train_here()
+    old = (second.runs / "r" / "summary.json").read_bytes()
+    time.sleep(1.1)  # a checkpoint's name has its time in seconds
+    first.add_run(**SETTINGS | STOP | {"learning_rate": 0.02}, mirror=store)
+    first.train_here("r", "--restart")
+    before = (remote(first) / "summary.json").read_bytes()
+    second.add_run(**SETTINGS | STOP | {"learning_rate": 0.02}, mirror=store)
+    (second.runs / "r" / "checkpoints").rename(second.path / "elsewhere")
+    assert "is finished" in second.train_here().stdout
+    assert (remote(first) / "summary.json").read_bytes() == before != old
+    assert (second.runs / "r" / "summary.json").read_bytes() == before
+    (aside,) = (second.runs / "r" / "aside").glob("*/summary.json")
+    assert aside.read_bytes() == old
+
+
 def test_a_run_that_was_restarted_and_lost_is_not_finished(first: InProcess) -> None:
     """The mirror has no summary of the results that the restart has set aside, and none is fetched from a mirror that
     an earlier version has left so."""
@@ -392,6 +410,8 @@ def test_the_plan_says_where_it_would_continue_and_what_a_loss_costs(first: InPr
     more = re.search(r"global steps (\d+) more", told)
     assert more is not None
     assert f"a lost machine costs at most {more[1]} steps" in told, "all that is left"
+    assert "a lost machine costs" not in first.attempt("--plan").stdout, "nothing is left to train"
+    first.add_run(**SETTINGS, mirror=f"file://{remote(first).parent}")
     again = " ".join(first.attempt("--plan", "--assume-tps", "128").stdout.split())
     assert "no newer checkpoint there" in again
     assert "MB/s as last measured" in again

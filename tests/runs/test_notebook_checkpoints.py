@@ -172,6 +172,14 @@ def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -
     assert "its weights are used" in result.stdout
 
 
+def test_in_a_mirror_it_is_not_called_damaged(tmp_path: Path) -> None:
+    shop, _, _ = workshop(tmp_path)
+    url = f"file://{tmp_path}/store"
+    assert shop.command("mirror.py", "push", "r", url).status == 0
+    fetched = shop.command("mirror.py", "fetch", url, "r")
+    assert (fetched.status, fetched.stderr) == (0, "")
+
+
 def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
     """A run is finished if it resumes from a notebook's checkpoint that already has all steps. No summary is written,
     because this program has trained nothing."""
