@@ -342,7 +342,7 @@ def describe_plan(
     if mirrored:
         newer = f"would continue from {mirrored.checkpoint} there" if mirrored.meta else "no newer checkpoint there"
         rows.append(("mirror", f"{mirrored.name}: {newer}"))
-        if plan.position:
+        if plan.position and plan.steps:
             rows.append(("a lost machine", describe_lost_machine(plan, speed, mirrored)))
     if plan.position:
         rows += _work_rows(plan, speed)

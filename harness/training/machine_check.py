@@ -48,6 +48,7 @@ from harness.training.startup import remark_on_machine
 from harness.training.step import build_training_step
 from harness.training.zero1 import StatePartition
 
+MACHINE = Place(0, "machine")  # of the watchdog, for all measurements
 SECONDS = 2.0  # for each rate of a device
 ROUNDS = 3  # a rank is reported if it is slow in this many measurements in a row
 # A rank is slow if a rate of its device is below this part of the median of all ranks. Copies from the host's memory
@@ -144,7 +145,7 @@ def measure_device(world: World) -> DeviceRates:
         Collective."""
 
         def run(calls: int) -> int:
-            with world.watchdog.guard(Place(0, "machine")):
+            with world.watchdog.guard(MACHINE):
                 for _ in range(calls):
                     work()
                 wait_for(device)
@@ -274,19 +275,19 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
     check_memory(experiment.model)
     with explained_failures(config.microbatch_size, StopRequest()):
         step = build_training_step(
-            experiment, step_config, world, partition=StatePartition.for_world(world), place=None
+            experiment, step_config, world, partition=StatePartition.for_world(world), place=MACHINE
         )
         cache = CompileCache.of(experiment, step_config, world)
         cache.load()
         length = experiment.model.context_length
         tokens = np.random.default_rng(0).integers(0, experiment.model.vocab_size, layout.microbatch_size * length + 1)
         microbatch = Microbatch.consecutive(tokens, length)
-        step.warm_up(microbatch, world, None)
+        step.warm_up(microbatch, world, MACHINE)
 
         def seconds_of(steps: int) -> float:
             world.barrier()
             began = time.perf_counter()
-            with world.watchdog.guard(Place(0, "machine")):
+            with world.watchdog.guard(MACHINE):
                 for _ in range(steps):
                     step.run([microbatch] * layout.accumulation_steps, 0.0)
                 wait_for(world.device)

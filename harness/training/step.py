@@ -169,7 +169,7 @@ class OptimizerStep:
             expert_tokens += [] if tokens_LxE is None else [tokens_LxE]
         return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
-    def warm_up(self, microbatch: Microbatch, world: World, place: Place | None = FIRST_EXCHANGE) -> None:
+    def warm_up(self, microbatch: Microbatch, world: World, place: Place = FIRST_EXCHANGE) -> None:
         """Run forward and backward passes whose gradients are discarded. They compile the model, if it is to be
         compiled, and let DDP arrange its buckets. They change the random state, so this method must be called before
         states are restored. Collective.
@@ -184,7 +184,7 @@ class OptimizerStep:
         if any(world.gather(is_compiled(self.bare_model))):
             self._compile(microbatch, world)
         # Compiling may take longer than the watchdog's timeout.
-        with world.watchdog.guard(place) if place else nullcontext():
+        with world.watchdog.guard(place):
             for _ in range(2 if self.is_wrapped else 1):
                 self.accumulate([microbatch])
         self.forget_gradients()
@@ -244,12 +244,12 @@ def build_training_step(
     world: World,
     *,
     partition: StatePartition,
-    place: Place | None = FIRST_EXCHANGE,
+    place: Place = FIRST_EXCHANGE,
 ) -> OptimizerStep:
     """Return the OptimizerStep of an experiment. Its model has new weights, drawn from torch's global generator, and
     uses the kernels that `config` selects. It is wrapped in DistributedDataParallel if `world` has several ranks.
 
-    The watchdog guards `place`, unless it is None, while the ranks exchange the weights. `config` is the experiment's
+    The watchdog guards `place` while the ranks exchange the weights. `config` is the experiment's
     train.json, in which the precision is resolved (not "auto") and scaled values have replaced the ones given. Some
     settings act on the whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
 
@@ -270,7 +270,7 @@ def build_training_step(
     trained: nn.Module = model
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
-        with world.watchdog.guard(place) if place else nullcontext():
+        with world.watchdog.guard(place):
             trained = DistributedDataParallel(
                 model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
             )

@@ -124,10 +124,15 @@ check.{place} = fail
     )
 
 
-def test_a_device_that_hangs_is_named(shop: Workshop) -> None:
+TRAINING = "from harness.training.step import OptimizerStep\nOptimizerStep.accumulate"
+
+
+@pytest.mark.parametrize("place", ["check.wait_for", pytest.param(TRAINING, marks=pytest.mark.slow)])
+def test_a_device_that_hangs_is_named(shop: Workshop, place: str) -> None:
     shop.environment["COLLECTIVE_TIMEOUT_SECONDS"] = "3"
-    job = start(shop, ranks=2, prelude="import time\ncheck.wait_for = lambda device: time.sleep(600)\n")
-    result = finish(job, expect=1, timeout=60)
+    prelude = f"import time\n{place} = lambda *arguments: time.sleep(600)\n"
+    job = start(shop, *(["r"] if place == TRAINING else []), ranks=2, prelude=prelude)
+    result = finish(job, expect=1, timeout=200)
     (line,) = result.error_lines
     assert "rank 1 (" in line
     assert "in the check of the machine" in line
