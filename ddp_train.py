@@ -270,7 +270,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     checkpoint = checkpoints[0] if checkpoints else None
     options = TrainOptions(**given)
     options.check(checkpoint)
-    tell_how_to_continue("--restart or a CHECKPOINT" if options.restart or checkpoint else None)
+    tell_how_to_continue("--restart" if options.restart else "the CHECKPOINT" if checkpoint else None)
     from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, unblock_stopping_signals
     from harness.planning.experiment import Experiment
     from harness.runs.directory import RunDirectory

@@ -260,6 +260,9 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
         return False
     for split in splits:
         if not (folder / f"{split}.safetensors").is_file():
+            meta = read_json_object(folder / "meta.json") if (folder / "meta.json").is_file() else {}
+            if isinstance(made := meta.get("splits"), dict) and split not in made:
+                raise UserError(f"{folder}: has no {split} split; name another split, or another dataset")
             raise UserError(
                 f"{folder}: incomplete: {split}.safetensors is missing; complete the folder, or move it away to have "
                 "the dataset fetched again"
@@ -281,6 +284,11 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     if largest < vocab_size:
         return
     needed = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
+    if dataset.meta.vocab_size and largest >= max(needed):
+        raise UserError(
+            f"{tokens.path}: damaged: token id {largest} is beyond the vocabulary of {max(needed)} in meta.json; "
+            "make or download the dataset again"
+        )
     for each in filter(dataset.has_split, ("train", "validation", "test")):
         with suppress(UserError):  # training reports an unreadable file when it opens the file
             needed.append(_remembered_largest(dataset, dataset.split(each)) + 1)

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from harness.common.errors import (
+    AGAIN,
     CEILING,
     DIVERGED,
     STATUSES,
@@ -43,6 +44,7 @@ from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.plan import Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus
 
 POLL_SECONDS = 0.2
+RAISE = "raise the sweep's max_hours or max_dollars"  # the remedy if one of them is reached
 LOOK_SECONDS = 1.0  # between two readings of the runs' progress
 CLEAR_LINE = "\r\x1b[2K"
 REPORT_SECONDS = 60.0  # between two reports of progress, if the output is not a terminal
@@ -388,7 +390,8 @@ class SweepRunner:
         if is_finished:
             say(f"{name}: finished, {status.said}")
         elif is_stopped:
-            say(f"{name}: stopped after {seconds:,.0f} s; to continue it, run the same command again")
+            how = AGAIN if self.signal else RAISE
+            say(f"{name}: stopped after {seconds:,.0f} s; to continue it, {how}")
         elif code == STATUSES[CEILING]:
             say(
                 f"{name}: stopped by its own max_hours or max_dollars after {seconds:,.0f} s; to continue it, raise "
@@ -412,7 +415,7 @@ class SweepRunner:
         left = sum(each.needs_training for each in unfinished)
         if left:
             why = (
-                f"are left: {self.stop_reason}"
+                f"are left: {self.stop_reason}; to continue, {RAISE}"
                 if self.stop_reason
                 else "have not finished; the same command tries them again"
             )

@@ -113,7 +113,7 @@ def prepare(
     assert plan.position is not None, "the dataset is here"
     unfinished_work = find_unfinished_work(experiment.config, plan.position, meta)
     if not plan.position.is_finished or unfinished_work:
-        world.on_rank0(lambda: check_ceilings(experiment, clock))
+        world.on_rank0(lambda: check_ceilings(experiment, clock, meta))
         world.on_rank0(run.check_outputs)
     if not plan.position.is_finished:
         for line in describe_start(plan):
@@ -160,14 +160,18 @@ def find_unfinished_work(config: TrainConfig, position: Position, meta: Checkpoi
     return missing | {"checkpoint"} if missing else missing
 
 
-def check_ceilings(experiment: Experiment, clock: Clock) -> None:
-    """Raise UserError if earlier processes of the run have already reached train.json's max_hours or max_dollars."""
+def check_ceilings(experiment: Experiment, clock: Clock, meta: CheckpointMeta | None) -> None:
+    """Raise UserError if the run, with this start-up, has already reached train.json's max_hours or max_dollars. `meta`
+    describes the checkpoint that the run continues from."""
     for key, left in clock.ceilings(experiment.config).items():
         if left <= 0:
-            raise UserError(
-                f'{experiment.run.train_json}: key "{key}": the run has reached {getattr(experiment.config, key):g} '
-                "already; raise it to continue"
+            value = f"{getattr(experiment.config, key):g}"
+            said = (
+                f"the run has reached {value} already; raise it to continue"
+                if meta
+                else f"start-up alone has reached {value}; raise it, or run the same command again"
             )
+            raise UserError(f'{experiment.run.train_json}: key "{key}": {said}')
 
 
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:

@@ -81,6 +81,11 @@ def test_an_incomplete_folder_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"python-stdlib: incomplete: train.safetensors is missing"):
         ensure_dataset(tmp_path, NAME, ["train"])
     assert (tmp_path / NAME / "meta.json").read_text() == "{}"
+    (tmp_path / NAME / "meta.json").write_text('{"splits": {"train": {}}}')
+    with pytest.raises(UserError, match="incomplete: train"):
+        ensure_dataset(tmp_path, NAME, ["train"])
+    with pytest.raises(UserError, match="has no test split"):
+        ensure_dataset(tmp_path, NAME, ["test"])
 
 
 @pytest.fixture

@@ -193,6 +193,12 @@ def test_the_vocabulary_scan_is_exact_and_remembered(tmp_path: Path) -> None:
     check_token_ids(dataset, "train", 41)
     with pytest.raises(UserError, match=r"train.safetensors: token id 40 is beyond the model's vocabulary of 40"):
         check_token_ids(dataset, "train", 40)
+    facts = folder / "meta.json"
+    written = facts.read_text()
+    facts.write_text(json.dumps(json.loads(written) | {"vocab_size": 40, "eot_token": 0}))
+    with pytest.raises(UserError, match=r"train.safetensors: damaged: token id 40 is beyond the vocabulary of 40"):
+        check_token_ids(Dataset.open(shop.datasets, "local/letters"), "train", 40)
+    facts.write_text(written)
     assert sorted(folder.iterdir()) == before  # a user's folder is not written to
     memory = next((shop.datasets / ".scans").glob("*--train.json"))
     # The remembered result is used until the file changes.

@@ -220,7 +220,10 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
     add_summary(sweep.runs[0], dollars={"total": 20.0})
     done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
     reason = "max_dollars (169.00): $20.00 is spent, and with s-seed2 the total would be $170.00"
-    assert (done.status, done.stderr) == (1, f"error: 2 of 3 runs are left: {reason}\n")
+    assert (done.status, done.stderr) == (
+        1,
+        f"error: 2 of 3 runs are left: {reason}; to continue, raise the sweep's max_hours or max_dollars\n",
+    )
     assert done.stdout.splitlines()[0] == "Sweep s: 2 of 3 runs are to be trained"
     ended = run(shop, sweep, max_dollars=171.0)
     assert ended.stop_reason == "max_dollars (171.00): $70.00 is spent, and with s-seed3 the total would be $220.00"
@@ -334,7 +337,7 @@ def test_hours_are_those_of_this_machine_and_of_earlier_commands(shop: Workshop)
     assert states(sweep) == {"seed1": "never trained", "seed2": "never trained"}
     ended = run(shop, sweep, max_hours=2.0 / 3600)
     assert ended.stop_reason == "max_hours (0.000555556) has passed"
-    assert ended.said[-1].startswith("s-seed1: stopped after")
+    assert re.fullmatch("s-seed1: stopped after .*, raise the sweep's max_hours or max_dollars", ended.said[-1])
     for each in sweep.runs:
         each.directory.sweep_log.write_text(
             "$ python ddp_train.py  # 2026-01-01 00:00:00 UTC, 1 of 2 groups\n# took 3600.0 s\n"

@@ -87,6 +87,13 @@ def test_the_plan_counts_seconds_without_a_price_as_training_does(tmp_path: Path
     again.attempt().refuses('key "max_dollars": the run has reached')
 
 
+def test_a_start_up_that_outlasts_the_ceiling_is_no_earlier_process(tmp_path: Path) -> None:
+    first = InProcess(tmp_path)
+    first.add_dataset()
+    first.add_run(**SETTINGS | {"max_hours": 1e-9})
+    first.attempt().refuses('key "max_hours": start-up alone has reached 1e-09')
+
+
 @pytest.mark.fault(
     "a ceiling is reached during start-up", "its seconds are recorded, so that the next start is refused"
 )
