@@ -20,7 +20,7 @@ from harness.data.order import WindowOrder
 from harness.data.training_data import TrainingData, are_present
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.rates import build_schedule
-from harness.runs.budget import COUNTABLE, Budget, batch_schedule, tokens_of_budget
+from harness.runs.budget import COUNTABLE, Budget, batch_schedule, paid_tokens, tokens_of_budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, validation_text
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import BUDGETS, Affects, TrainConfig, keys_affecting, load_train_config
@@ -280,6 +280,10 @@ class Experiment:
         if config.train_steps is not None and meta is not None:  # earlier steps may have had another batch size
             left = max(0, config.train_steps - (meta.global_step + 1))
             tokens: int | None = meta.tokens_seen + self.batches(layout, meta.tokens_seen).tokens_before(left)
+        elif config.target_flops is not None and meta is not None:
+            batches, paid = self.batches(layout, meta.tokens_seen), paid_tokens(config, self.model)
+            left = batches.steps_within(paid - meta.tokens_seen) if paid > meta.tokens_seen else 0
+            tokens = meta.tokens_seen + batches.tokens_before(left)
         else:
             tokens = tokens_of_budget(config, self.model, self.batches(layout))
         assert tokens is not None, "only the budget min_train_tokens can stand for all tokens of the split"
@@ -337,7 +341,7 @@ class Experiment:
         wanted = config.min_train_tokens if budget is None else budget.tokens
         assert wanted is not None, "every budget except min_train_tokens is converted to tokens"
         windows = self.window_order(split_tokens).windows
-        if len(windows) > 1 and min(windows) < 1:
+        if min(windows) < 1:
             part = [*config.dataset_weights][windows.index(0)]
             keys = "start_train_token or context_length" if config.start_train_token else "context_length"
             raise UserError(

@@ -82,10 +82,13 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
             f"{remedy}, or make the global batch smaller"
         )
     if config.target_flops is not None:
-        # in integers, because a quotient of floats is not exact
-        paid = int(config.target_flops) // model.flops_per_token
-        return batches.tokens_before(max(1, batches.steps_within(paid)))
+        return batches.tokens_before(max(1, batches.steps_within(paid_tokens(config, model))))
     return batches.tokens_before(batches.steps_for(math.ceil(wanted)))
+
+
+def paid_tokens(config: TrainConfig, model: ModelConfig) -> int:
+    """Return the largest number of tokens whose training takes at most `target_flops`, which must be set."""
+    return int(config.target_flops or 0) // model.flops_per_token  # the quotient of floats would not be exact
 
 
 def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:

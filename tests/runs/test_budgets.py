@@ -98,6 +98,8 @@ def test_what_was_recorded_holds_until_another_budget_is_asked_for(shop: Worksho
     assert changed is not None
     assert changed.value == 3e7
     assert changed.tokens > began.tokens
+    larger = experiment(shop, target_flops=2.9e7, microbatch_size=5)
+    assert (2 * BATCH + make_plan(larger, 1, meta).tokens()) * FLOPS <= 2.9e7, "also with other batches than before"
     # On two ranks the run trains on the same total, in whole batches of two ranks.
     assert make_plan(same, 2, meta).tokens() == 4 * BATCH
 
