@@ -112,6 +112,9 @@ class RunRecord:
             model, train = (each.model_dump(mode="json") if each else {} for each in (shape, settings))
         progress = attempt(lambda: read_progress(run.metrics)) if summary is None else None
         meta = attempt(latest_meta) if summary is None else None
+        if summary is not None and summary.precision is None:  # written by an earlier version
+            with suppress(UserError, OSError):
+                summary = summary.model_copy(update={"precision": (last := latest_meta()) and last.precision})
         if summary is not None and not is_outdated:
             state = State("finished")
         elif problems:

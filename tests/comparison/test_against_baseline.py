@@ -210,6 +210,15 @@ def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_pa
     assert "hotter-seed1: diverged, and so in no comparison" in found.notes
 
 
+def test_the_precision_that_only_a_checkpoint_records_divides_arms(tmp_path: Path) -> None:
+    """Summaries of earlier versions do not record which precision "auto" stood for."""
+    old = RunFolder(tmp_path, "low-seed1", {"random_seed": 1}).finish()
+    new = RunFolder(tmp_path, "low-seed2", {"random_seed": 2}).finish(precision="bf16")
+    assert find_arms(records(old, new)).run_names == {"low": ("low-seed1", "low-seed2")}
+    old.add_checkpoint(LATEST, "latest", precision="fp32")
+    assert len(find_arms(records(old, new)).run_names) == 2
+
+
 def test_a_seed_that_diverged_and_reached_its_end_counts_against_its_arm(tmp_path: Path) -> None:
     """With stop_if_diverged false, a run reaches its end although it has diverged."""
     runs = [
