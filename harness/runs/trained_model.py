@@ -328,7 +328,9 @@ def _place_in_run(weights: Path) -> _PlaceInRun | None:
             return _PlaceInRun(run, folder)
         imported = RunDirectory(path.parent)
         if path.name == WEIGHTS and imported.model_json.is_file() and not imported.train_json.exists():
-            return _PlaceInRun(imported, imported.path)
+            with suppress(UserError, OSError):  # exported and fine-tuned models have the same files
+                if "imported_from" in read_json_object(imported.path / META):
+                    return _PlaceInRun(imported, imported.path)
     return None
 
 
