@@ -190,7 +190,8 @@ def _state_column(records: Sequence[RunRecord]) -> list[Column]:
     cells = []
     for record in records:
         text, seen = str(record.state.word), record.tokens_seen
-        wanted = wanted_tokens(record.train, record.meta.budget if record.meta else None)
+        # The settings of a summary that is outdated are not those that ask for more.
+        wanted = None if record.summary else wanted_tokens(record.train, record.meta.budget if record.meta else None)
         if record.state.word in ("going on", "stopped") and wanted and seen:
             text += f", {percent_done(seen, wanted)}"
         cells.append(Cell(record.state.word, text, record.state.detail))

@@ -75,7 +75,8 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
             f'train.json: key "warmup_steps": {warmup_steps} steps of warm-up are longer than the run of '
             f"{total_steps} global steps; shorten the warm-up or make the run longer ({config.budget_key})"
         )
-    decay_steps = round(total_steps * (config.decay_period_percent or 0) / 100)
+    percent = config.decay_period_percent
+    decay_steps = max(1, round(total_steps * percent / 100)) if percent else 0
     if warmup_steps + decay_steps > total_steps:
         raise UserError(
             f'train.json: keys "warmup_steps" and "decay_period_percent": {warmup_steps} + {decay_steps} steps are '

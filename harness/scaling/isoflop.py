@@ -110,9 +110,9 @@ def _fit_parabola(points: Points, members: np.ndarray) -> Profile:
     if len(members) >= OWN_SCATTER_POINTS and np.ptp(compute) > NEGLIGIBLE_SPREAD:
         # More compute lowers the loss. Without a term for it, sizes that happen to get more compute look better.
         design = np.column_stack([design, compute - compute.mean()])
-    coefficients, *_ = np.linalg.lstsq(design, y, rcond=None)
+    coefficients, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
     root = np.linalg.cholesky(np.linalg.pinv(design.T @ design)[:3, :3])
-    freedom = len(members) - design.shape[1]
+    freedom = len(members) - int(rank)  # less than its columns if the FLOPs follow from the size
     squares = float(np.sum((y - design @ coefficients) ** 2)) if freedom else 0.0
     return Profile(float(np.exp(compute.mean())), members, coefficients[:3], middle, root, squares, freedom)
 

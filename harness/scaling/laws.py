@@ -278,14 +278,14 @@ def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
     with np.errstate(over="ignore"):
         drawn = drawn * np.exp(scatter)
     beyond = []
-    for name, value, there in (
-        ("parameters", plan.parameters, points.parameters),
-        ("tokens", plan.tokens, points.tokens),
-        ("FLOPs", plan.flops, points.flops),
+    for name, value, there, tolerance in (
+        ("parameters", plan.parameters, points.parameters, 1.001),
+        ("tokens", plan.tokens, points.tokens, 1.001),
+        ("FLOPs", plan.flops, points.flops, 1.1),  # often computed from the other two by an approximate law
     ):
-        if value > there.max() * 1.001:
+        if value > there.max() * tolerance:
             beyond.append(f"{name} {value / there.max():.3g} times the largest")
-        if value < there.min() / 1.001:
+        if value < there.min() / tolerance:
             beyond.append(f"{name} {there.min() / value:.3g} times smaller than the smallest")
     return Prediction(plan, bounded(fit.law.loss(plan.parameters, plan.tokens), drawn), beyond)
 

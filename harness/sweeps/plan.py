@@ -29,7 +29,7 @@ from harness.runs.throughput import KERNEL_KEYS, cost
 from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.file import SweepRuns
 
-TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error in the last line and its cause
+TAIL_LINES, TAIL_COLUMNS = 5, 400  # of a log: enough for the error in the last line and its cause
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
                     log += [text] if text.strip() else []
                 elif text.startswith("$"):
                     log.clear()
-            lines += [f"    {printable(text)[:TAIL_COLUMNS]}" for text in log[-TAIL_LINES:] or ["(no output)"]]
+            for text in map(printable, log[-TAIL_LINES:] or ["(no output)"]):
+                lines.append(f"    {text if len(text) <= TAIL_COLUMNS else text[: TAIL_COLUMNS - 1] + '…'}")
     return lines
 
 
@@ -303,5 +304,6 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     said.append(f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most{more}; {free:,.2f} GiB are free")
     lines = paragraph(f"All these runs, {groups}, {ranks} (time and cost without start-up and checkpoints):")
     lines += [line for each in said for line in paragraph(f"    {each}", indent=8)]
-    shortage = plan.disk_shortage(place)
-    return lines + (paragraph(f"note: {shortage}") if shortage else [])
+    remarks = dict.fromkeys(each.plan.dataset_remark for each in left)
+    notes = [note for note in (*remarks, plan.disk_shortage(place)) if note]
+    return lines + [line for note in notes for line in paragraph(f"note: {note}")]

@@ -5,6 +5,7 @@ Every rank calls the same methods; only rank 0 writes anything.
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 import sys
@@ -65,7 +66,8 @@ class Console:
     def start(self) -> None:
         """Show the bar from now on, if standard error is a terminal. It is not shown earlier, because the messages of
         the start-up are printed directly and would break it."""
-        if self.visible and sys.stderr.isatty():
+        # On a terminal that does not report its size, tqdm would show nothing.
+        if self.visible and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:
             # The numbers include the time left. tqdm's other fields would push the numbers off an 80-column screen.
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             self._bar = tqdm(total=self.total, initial=self._done, dynamic_ncols=True, bar_format=layout)

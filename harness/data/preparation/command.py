@@ -327,9 +327,10 @@ def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
             if first_tokens < 0:
                 bar.initial, first_tokens = position, size.tokens
             speed = (size.tokens - first_tokens) / max(now - began, 1e-9)
-            numbers = (size.documents, size.tokens, speed)
+            numbers = (size.documents, size.tokens, *([speed] if speed else []))  # the first batch has no speed
             counts = [f"{each:.0f}" if each < 1000 else tqdm.format_sizeof(each) for each in numbers]
-            bar.set_postfix_str("{} documents, {} tokens, {} tokens/s".format(*counts), refresh=False)
+            said = ", ".join(map(" ".join, zip(counts, ("documents", "tokens", "tokens/s"), strict=False)))
+            bar.set_postfix_str(said, refresh=False)
             bar.update(position - bar.n)
             if not is_terminal and now - shown >= SECONDS_BETWEEN_LINES:
                 shown = now

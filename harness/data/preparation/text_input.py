@@ -260,7 +260,7 @@ def _missing_column(where: str, column: str, names: list[str]) -> UserError:
 def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     with _opened(file.path) as (stream, raw):
         for number, line in enumerate(stream, 1):
-            if line.strip():
+            if line.removeprefix(codecs.BOM_UTF8).strip():
                 yield Piece(_text_of_line(file.path, number, line, form), True, file.number, raw.tell())
 
 
