@@ -2,6 +2,7 @@
 # Set up a fresh cloud machine (Ubuntu, with or without root): install uv, and the font that charts are drawn with. The
 # script can be run again: it changes nothing that is already installed, and downloads nothing twice.
 set -euo pipefail
+if [ $# -gt 0 ]; then echo "usage: ./setup_lambda.sh, without arguments: installs uv, and the font of the charts"; exit 2; fi
 
 # Boot scripts (cloud-init) and services start without HOME.
 if [ -z "${HOME:-}" ]; then unset HOME; export HOME=~; fi
