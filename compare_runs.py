@@ -57,8 +57,8 @@ def main(
     reference: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Compare RUNs: names of folders in --runs-dir, patterns like 'lr-*', or paths. Without a RUN, compare all runs
-    that have been trained.
+    """Compare RUNs: names of folders in --runs-dir, patterns like 'lr-*', or paths. Without a RUN, compare all trained
+    runs, or all runs if none is trained.
 
     Prints a table with a row for each run: results, speed, time and cost. Below the table are the settings that differ.
     Numbers share a column only if they were measured on the same text or task.

@@ -113,7 +113,7 @@ SHAPES = [(2, 2, 2), (1, 3, 1), (3, 1, 2), (4, 2, 1), (2, 1, 3)]
 FIRST_TOKEN, TOKENS = 123, 2000
 
 
-@pytest.mark.fault("continued on another number of ranks", "in another batch layout: each token is trained on once")
+@pytest.mark.fault("continued on another number of ranks", "in another batch layout; each token is trained on once")
 def test_another_shape(shop: Workshop, exhaustive: bool) -> None:
     """When world size, microbatch and accumulation change at every stop, no token is trained on twice and none is left
     out."""

@@ -123,7 +123,8 @@ CASES = [
 
 @pytest.mark.fault(
     "killed in a save",
-    "at each operation, also sharded, background or deleting: all whole; resumed to the same end",
+    "at each file operation, also of sharded and background saves and while old ones are deleted: all checkpoints are "
+    "whole; resumed to the same end",
 )
 @pytest.mark.fault("killed at the end of the run", "at every file operation: resumed to the same end, with its summary")
 @pytest.mark.parametrize(("calls", "each_of"), CASES)

@@ -1,5 +1,7 @@
-"""A run that moves from one machine to another by its mirror, through the real command. The two machines are two
-folders of runs."""
+"""A run that moves from one machine to another by its mirror, through the real command.
+
+The two machines are two folders of runs.
+"""
 
 from __future__ import annotations
 
