@@ -140,11 +140,11 @@ class RunsTable:
         return cls(tuple(records), tuple(columns), tuple(quantity.title for quantity, those in found if not those))
 
     def sorted(self, key: str | None) -> RunsTable:
-        """Return the table sorted by the column `key`, the best or lowest value first and empty cells last. The key
-        "name" sorts by the runs' names. If `key` is None, sorts by all columns of LOSSES, those with at least two
-        values before the others. A later column decides only between runs whose values in the earlier ones are equal
-        or all missing. If the table has no column of LOSSES, sorts by the names. Raises UserError if no column has
-        the given key. The message names the nearest key, or all keys if none is near."""
+        """Return the table sorted by the column `key`: the best value first (the lowest, if neither direction is
+        better), empty cells last. The key "name" sorts by the runs' names. If `key` is None, sorts by all columns of
+        LOSSES, those with at least two values before the others. A later column decides only between runs whose values
+        in the earlier ones are equal or all missing. If the table has no column of LOSSES, sorts by the names. Raises
+        UserError if no column has the given key. The message names the nearest key, or all keys if none is near."""
         named = {column.key: column for column in self.columns}
         by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))

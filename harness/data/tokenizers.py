@@ -306,7 +306,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
     learned = {*pre_tokenizers.ByteLevel.alphabet(), *map("".join, merges)}
     if taken := [name for name in special_tokens if name in learned]:
         raise UserError(
-            f"--special-token {taken[0]}: also a common part of the text, which would be encoded as the special token; "
+            f"--special-token {taken[0]}: is also an ordinary token, which would be encoded as the special one; "
             "give a name such as <|user|>"
         )
     path.write_text(backend.to_str(pretty=True) + "\n", encoding="utf-8")

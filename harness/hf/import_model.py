@@ -42,7 +42,8 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():
         raise UserError(
-            f"{source}: no {CONFIG}, but a {MODEL_JSON}: all commands can use this folder as it is; do not import it"
+            f"{source}: no {CONFIG}, but a {MODEL_JSON}: it already has this program's format, which test_smoke.py and "
+            "others read; do not import it"
         )
     raw = read_json_object(file)
     is_gpt2 = raw.get("model_type") == "gpt2"

@@ -164,8 +164,8 @@ def remembered(run: RunDirectory) -> dict[str, Any]:
 
 
 def remember(run: RunDirectory, **values: Any) -> None:
-    """Keep values in a hidden file of the run's folder, besides those kept before: "id" (see `own_id`), and
-    "bytes_per_second" of the last upload. Raises OSError if the file cannot be written."""
+    """Add `values` ("id", see `own_id`; "bytes_per_second" of the last upload) to the hidden file of the run's folder,
+    with this host and folder. Raises OSError if the file cannot be written."""
     here = {"host": socket.gethostname(), "folder": str(run.path.resolve())}
     known = {**remembered(run), **here, **values}
     replace_text(run.path / KEPT, json.dumps(known) + "\n")

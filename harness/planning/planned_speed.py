@@ -101,11 +101,10 @@ def _measured_speed(
     experiment: Experiment, layout: BatchLayout, device: GpuSpec | None, here: Sequence[str]
 ) -> PlannedSpeed:
     """Return a speed that was measured by this run or by another run in the same folder, or for one of them by
-    check_machine.py. Only runs with the same model, the same batch and the same settings that affect the time of a step
-    are used, and only those on `device`, if it is given, or on one of the devices `here`, by name. The result has a
-    reason instead of a number if there is no such run, or if none measured for long enough. Summaries that are not
-    valid are skipped, and so are those of earlier versions, which do not record over how many steps the speed was
-    measured.
+    check_machine.py. Only runs with the same model, batch and settings that affect the time of a step are used. If
+    `device` is given, they must be on it or on a device named in `here`. The result has a reason instead of a number if
+    there is no such run, or if none measured for long enough. Summaries that are not valid are skipped, and so are
+    those of earlier versions, which do not record over how many steps the speed was measured.
 
     Speeds that were measured for long enough come first; among these, speeds on devices `here`; among these, speeds of
     this run; among these, speeds of training rather than of check_machine.py; among these, the one that was measured

@@ -114,9 +114,8 @@ def main() -> None:
     lock = run.lock_file
 
     def is_of_this_command() -> bool:
-        """Return True if rank 0 took the run's lock, and no later process did. Otherwise rank 0 has not taken it,
-        another command trains the run, or torchrun has restarted rank 0, and the new rank 0 has a watcher of its
-        own."""
+        """Return True if rank 0 took the run's lock, and no later process did. False means: not taken yet, taken by
+        another command, or taken by a rank 0 that torchrun restarted, with its own watcher."""
         owner = last_owner(lock)
         return owner is not None and owner.is_here() and owner.process.pid == job["rank0"]
 

@@ -215,9 +215,8 @@ def _as_json(values: dict[str, Any]) -> bytes:
 
 
 def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray) -> Path:
-    """Write a loss result and the file with the losses of its windows ([windows], written as fp32), and return the
-    result's path. The losses are written first, so that no result refers to a missing file. Raises RunError and
-    UserError as `write_result` does."""
+    """Write a loss result and its windows' losses (fp32, shape [windows]), and return the result's path. The losses are
+    written first, so that no result refers to a missing file. Raises RunError and UserError as `write_result` does."""
     losses = save({"losses": window_losses.astype(np.float32)})
     _write(run, result.windows_name, losses, "the losses of the windows")
     return write_result(run, result)

@@ -209,8 +209,8 @@ def split_checkpoint(word: str) -> tuple[str, str | None]:
 
 
 def _models_of(runs_dir: Path, name: str, checkpoint: str | None) -> list[TrainedModel]:
-    """Return the models of the runs that `name`, a run's name or a pattern, names. If some of several runs do not have
-    the checkpoint, print their names on standard error. Raises NoCheckpointError if no run has it."""
+    """Return the models of the runs that match `name`, a name or a pattern. Prints on standard error the names of the
+    runs without the checkpoint, if others have it. Raises NoCheckpointError if no run has it."""
     found, missing = [], {}
     for run in RunDirectory.find_all(runs_dir, name):
         try:

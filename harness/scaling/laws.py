@@ -113,7 +113,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted loss of one more run that is trained like the runs to whose losses the law was fitted."""
+    """The predicted loss of one more run, trained like the runs of the fit."""
 
     plan: Plan
     loss: Estimate

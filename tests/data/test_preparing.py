@@ -70,7 +70,7 @@ def test_a_special_token_that_text_would_be_encoded_as_is_refused(tmp_path: Path
     write_json_lines(tmp_path / "a.jsonl", ["###\nUser asks for 日本 and waits\n" * 50] * 5)
     given = ["a.jsonl", "datasets/me/a", "--train-tokenizer", "275", "--special-token"]
     line = mine.run(*given, name, status=2)
-    assert f"--special-token {name}: also a common part of the text" in line
+    assert f"--special-token {name}: is also an ordinary token" in line
     mine.run(*given, f"<|{name}|>")
     mine.run("--verify", "datasets/me/a")
 
