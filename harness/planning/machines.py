@@ -67,7 +67,8 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
     machines = read_machines()
     priced = next((each for each in machines if each.price_per_hour == given), None)
     if given is not None and (priced is None or device is None):
-        return given, f"${given}/h, " + (f"the price of {priced.machine}" if priced else "from train.json")
+        source = f"the price of {priced.machine} on {priced.date}" if priced else "from train.json"
+        return given, f"${given}/h, {source}"
     alike = [each for each in machines if device is not None and find_device(each.device) == device]
     for each in alike:
         if each.gpus == gpus:
@@ -75,8 +76,8 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
     if priced is None or device is None:
         return None, "no price_per_hour in train.json"
     if priced in alike:  # the GPUs of that machine, but another number of them
-        return given, f"${given}/h, the price of {priced.machine}"
+        return given, f"${given}/h, the price of {priced.machine} on {priced.date}"
     return None, (
         f"train.json's ${given}/h is the price of {priced.machine}, not of {gpus} x {device.name}; "
-        "correct price_per_hour"
+        "set price_per_hour to the price of that machine"
     )

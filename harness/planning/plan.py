@@ -479,7 +479,8 @@ def print_plan(
         is_that = (kind, assumed or ranks) == (machine.device, machine.gpus)
         memory = machine.memory_gib if kind == machine.device else None
         said = machine.machine if is_that else f"{assumed or ranks} x {kind} in place of {machine.machine}"
-        said += f" (chosen by {named_by}; --assume-device and --assume-world-size replace it)"
+        if not (options.assume_device or options.assume_world_size):
+            said += f" (chosen by {named_by}; --assume-device and --assume-world-size replace it)"
     ranks = assumed or ranks
     plan = checked_plan(experiment, checkpoint, ranks, restart=options.restart, mirrored=mirrored)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)

@@ -65,7 +65,8 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
     `largest_batch_tokens` tokens. Raises UserError if warm-up and decay are longer than the run.
 
     A warm-up in percent is rounded down to whole steps, as in the training program of Giles Thomas's lab notebook
-    (harness/runs/upstream.py). A decay in percent is rounded to the nearest number of steps.
+    (harness/runs/upstream.py). A decay in percent is rounded to the nearest number of steps, but not
+    to 0.
     """
     warmup_steps = config.warmup_steps or 0
     if config.warmup_period_percent is not None:
@@ -75,8 +76,9 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
             f'train.json: key "warmup_steps": {warmup_steps} steps of warm-up are longer than the run of '
             f"{total_steps} global steps; shorten the warm-up or make the run longer ({config.budget_key})"
         )
-    percent = config.decay_period_percent
-    decay_steps = max(1, round(total_steps * percent / 100)) if percent else 0
+    decay_steps = round(total_steps * (config.decay_period_percent or 0) / 100)
+    if config.decay_period_percent and total_steps > warmup_steps + 1:  # the rate falls, but not in the first step
+        decay_steps = max(1, decay_steps)
     if warmup_steps + decay_steps > total_steps:
         raise UserError(
             f'train.json: keys "warmup_steps" and "decay_period_percent": {warmup_steps} + {decay_steps} steps are '
