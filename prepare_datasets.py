@@ -9,6 +9,7 @@ Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. To resume an interrupted preparation
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import signal
@@ -263,7 +264,8 @@ def next_steps(folder: Path) -> Iterator[str]:
         folder = place
     datasets_dir = shlex.quote(str(folder.parent.parent))
     elsewhere = f" --datasets-dir {datasets_dir}" if datasets_dir != "datasets" else ""
-    name = "mine" if not Path("runs", "mine").exists() else folder.name
+    names = itertools.chain(("mine", folder.name), (f"{folder.name}-{number}" for number in itertools.count(2)))
+    name = next(name for name in names if not Path("runs", name).exists())
     yield f"uv run derive_run.py quickstart {name} --set dataset={'/'.join(folder.absolute().parts[-2:])}{elsewhere}"
     yield f"uv run ddp_train.py {name} {datasets_dir}"
 
