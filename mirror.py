@@ -49,8 +49,8 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
     Checkpoints, results and settings that are here already are kept. Summary, chart and metrics are replaced, unless
-    there is a newer checkpoint here than at URL, or the run is being trained here. Metrics whose lines here are not the
-    beginning of those at URL are kept, too. If the fetched checkpoint is newer than those here, it becomes `latest`.
+    there is a newer checkpoint here than at URL, or the run is being trained here. Metrics that differ are kept or, if
+    a checkpoint is fetched, moved to aside/. If the fetched checkpoint is newer than those here, it becomes `latest`.
     """
     from harness.mirror.home import fetch_run
 

@@ -199,7 +199,8 @@ def _bring_checkpoint(
                 put_in_place(drafted, best)
         fetch_results(run, mirror, files)
         fetch_metrics(run, mirror, meta)
-        fetch_summary_and_chart(run, mirror, files, meta)
+        if name != damaged or not run.summary.exists():  # else the summary here is of the same training
+            fetch_summary_and_chart(run, mirror, files, meta)
         put_in_place(draft, name)
     if best is not None and (run.checkpoints / best).is_dir():
         point(run.checkpoints, BEST, run.checkpoints / best)

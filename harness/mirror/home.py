@@ -82,14 +82,15 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     is_trained_here = is_held(run.lock_file)
     there = [step_of(each) for each in names_in(files) if f"checkpoints/{each}/{META}" in files]
     is_further = any(step > max(there, default=-1) for step, _ in list_checkpoints(run.checkpoints))
+    brought = None
     if with_weights:
         run.lock()
-        bring(run, mirror, lambda meta: None)
+        brought = bring(run, mirror, lambda meta: None)
     fetch_results(run, mirror, files)
     is_kept = is_further or is_trained_here
     if not is_kept and run.summary.name not in files and _summary_was_set_aside(files, run.summary):
         run.set_summary_and_chart_aside(run.new_aside())
-    replaced = [] if is_kept else [run.summary, run.chart, run.metrics]
+    replaced = [] if is_kept else [run.metrics] if brought else [run.summary, run.chart, run.metrics]
     for path in [*(each for each in (run.model_json, run.train_json) if not each.exists()), *replaced]:
         content = retried(mirror, partial(mirror.read, path.name)) if path.name in files else None
         if content is not None and (path != run.metrics or _may_replace_metrics(run, content)):

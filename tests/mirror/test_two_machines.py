@@ -126,6 +126,21 @@ def test_a_checkpoint_that_is_damaged_here_alone_is_fetched(first: InProcess, by
     assert_same_end(straight.runs / "r", run)
 
 
+@pytest.mark.parametrize("there", [None, "cut"])
+def test_a_finished_run_keeps_its_summary_when_its_damaged_checkpoint_is_fetched(
+    first: InProcess, there: str | None
+) -> None:
+    run, summary = first.runs / "r", remote(first) / "summary.json"
+    before = (run / "summary.json").read_bytes()
+    weights = (run / "checkpoints" / "latest").resolve() / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    summary.unlink()
+    if there:
+        summary.write_bytes(before[:50])
+    assert first.command("mirror.py", "fetch", f"file://{remote(first).parent}", "r").status == 0
+    assert (run / "summary.json").read_bytes() == before
+
+
 def test_a_best_checkpoint_that_is_damaged_here_alone_is_fetched_with_a_later_one(first: InProcess) -> None:
     run, best = first.runs / "r", names(first.runs / "r")[-1]
     second = add_machine(first.path.parent, "second", min_train_tokens=64 * 7, learning_rate=5.0)
@@ -288,6 +303,9 @@ def test_a_run_that_was_restarted_and_lost_is_not_finished(first: InProcess) -> 
     second = add_machine(first.path.parent, "second", **STOP)
     second.train("r", prelude=told.format(2), ranks=1, expect=143)
     assert not (second.runs / "r" / "summary.json").exists()
+    third = add_machine(first.path.parent, "third")
+    assert third.command("mirror.py", "fetch", f"file://{remote(first).parent}", "r").status == 0
+    assert not (third.runs / "r" / "summary.json").exists()
 
 
 def test_a_checkpoint_that_was_set_aside_does_not_hide_the_best(first: InProcess) -> None:
