@@ -74,8 +74,8 @@ class Checkpointer:
 
         In both cases warm up the optimizer step with `loader`'s first microbatch, and print what the run starts from.
         Raises UserError if the checkpoint or the initial weights cannot be read or do not fit this run's model or
-        optimizer, or if train.json's `compile` is true and the model cannot be compiled. Raises RunError if earlier or
-        later results cannot be moved aside.
+        optimizer, or if train.json's `compile` is true and the model cannot be compiled. Raises RunError or OSError if
+        earlier or later results cannot be moved aside.
         """
         start, seed, rank = self.prepared.checkpoint, self.config.seed_of("dropout"), self.world.rank
         saved = None
@@ -225,7 +225,7 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
     """Set the run's links and metrics back to the checkpoint `path`, whose meta.json is `meta`, and move all later
     results to a folder below `aside/`. Summary and chart are moved only if a later checkpoint is. Also completes links
     and metrics if the process that saved the checkpoint was killed before it updated them. Rank 0 only. Raises RunError
-    if a file cannot be moved."""
+    or OSError if a file, link or folder cannot be moved or written."""
     make_aside = cache(run.new_aside)  # makes one folder for all moved files, and only if a file is moved
     run.set_measurements_aside(meta.global_step, make_aside)
     if any(step > meta.global_step for step, _ in checkpoints.list_checkpoints(run.checkpoints)):
@@ -272,9 +272,8 @@ def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> Non
     the run uses a scaler and `saved` has that state. Called on every rank.
 
     A checkpoint written by the training program of Giles Thomas's lab notebook (see harness/runs/upstream.py) has its
-    optimizer state in torch's own form, which is converted. If such a checkpoint has no optimizer state, the optimizer
-    begins with an empty one. The same holds for a checkpoint that this program saved after it had loaded such a
-    checkpoint, and before its own first step.
+    optimizer state in torch's own form, which is converted. A checkpoint of that program, or one that this program
+    saved before its own first step, may have no optimizer state. The optimizer then begins with an empty one.
 
     Raises UserError, naming the file, if a state does not fit this optimizer or scaler.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from harness.runs.trained_model import TrainedModel
 
 CHECKPOINT = click.argument("checkpoint", metavar="RUN[:CHECKPOINT]")
-MODEL_JSON = click.option("--model-json", help="model.json of the weights.  [default: the one in their folder or run]")
+MODEL_JSON = click.option("--model-json", help="model.json of the weights.  [default: what their folder or run has]")
 DTYPE = click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
 READERS = {"transformers": "transformers", "notebook": "the lab notebook's scripts"}
 
@@ -109,7 +109,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 @RUNS_DIR
 def publish(checkpoint: str, name: str, **options: Any) -> None:
     """Export a model (RUN[:CHECKPOINT] as in the command export), write its model card from the files of the run that
-    made it, and upload both to the Hugging Face Hub."""
+    made it, and upload both to the Hugging Face Hub, with the run's settings, metrics, summary and chart."""
     configure_libraries()
     if not is_hub_name(name):
         raise UserError(f"{name}: not the name of a repository on the Hub; give owner/name")
