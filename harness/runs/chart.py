@@ -25,7 +25,8 @@ matplotlib.use("Agg")  # works on machines without a display
 TRAIN_COLOR, VALIDATION_COLOR = "#3b75af", "#d1602f"
 # The upper end of the loss axis is HEADROOM times the largest loss after the first WARM_PART of all steps. Losses above
 # both LEAST_PEAK and PEAK_RATIO times the first loss do not count. Losses of the first steps, near ln(vocabulary), or a
-# peak above them would squeeze the rest of the curve into the bottom of the chart.
+# peak above them would squeeze the rest of the curve into the bottom of the chart. If at most 10 losses count, the axis
+# shows all losses.
 WARM_PART = 0.02
 HEADROOM = 1.08
 PEAK_RATIO = 1.5

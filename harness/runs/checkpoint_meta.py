@@ -120,10 +120,10 @@ class TrainState(Progress):
 
         The level is the exponential moving average of the loss, in which a new report has the weight 2 / `patience`
         (the first `patience` / 2 reports have equal weights). The run has diverged if the level has been more than
-        DIVERGED_BY above its lowest value for at least `patience` reports, and the last validation loss, if there is
-        one, is more than DIVERGED_BY / 2 above the lowest validation loss. Before a loss enters the average, it is
-        capped at the lowest level plus twice DIVERGED_BY; a loss that is not finite counts as this cap. So a spike,
-        however high, is forgotten after a few more reports.
+        DIVERGED_BY above its lowest value for at least `patience` times `interval` global steps, and the last
+        validation loss, if there is one, is more than DIVERGED_BY / 2 above the lowest validation loss. Before a loss
+        enters the average, it is capped at the lowest level plus twice DIVERGED_BY; a loss that is not finite counts as
+        this cap. So a spike, however high, is forgotten after a few more reports.
 
         A loss that has fallen is detected if it then rises, suddenly or slowly, to the loss of random guessing, to a
         plateau or to NaN. A loss that never fell, and a rise of less than DIVERGED_BY, are not detected. Without
@@ -277,9 +277,9 @@ class ProgramAndSettings(BaseModel):
 
 
 class CheckpointMeta(ProgramAndSettings, Progress):
-    """The contents of a meta.json. Only `global_step` is required, and unknown keys are kept, because earlier versions
-    wrote fewer keys and the lab notebook's training program (upstream.py) writes others. Whether the checkpoint fits
-    the run that resumes from it is not checked here, but in harness/planning/experiment.py."""
+    """The contents of a meta.json. Only `global_step` is required, because earlier versions and the lab notebook's
+    training program (upstream.py) wrote fewer keys. Unknown keys are kept. Whether the checkpoint fits the run that
+    resumes from it is not checked here, but in harness/planning/experiment.py."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -366,7 +366,8 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 def verify_meta(path: Path) -> None:
     """Raise UserError if the meta.json of the checkpoint `path` cannot be read, or if its values do not match the
-    SHA-256 that it records for them. A file of an earlier version, which lacks this SHA-256, passes."""
+    SHA-256 that it records for them. A file of an earlier version, which lacks this SHA-256, passes. Raises KeyError if
+    the file has no key "sha256"."""
     values = read_json_object(path / META)  # as they are in the file, including unknown keys
     if values["sha256"].get(META, own := _own_sha256(values)) != own:
         raise UserError(f"{path / META}: damaged (its values do not match the SHA-256 recorded in it)")

@@ -71,8 +71,8 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
     If rank 0 does not take the run's lock, no message is sent and the command does not run. Does nothing if train.json
     has neither key.
 
-    Before it exits, the calling process waits until the command has ended. If torchrun started the calling process, it
-    does not wait: torchrun may start its ranks again, and the command runs once torchrun has ended.
+    Before it exits, the calling process waits until the command has ended. A calling process that torchrun started does
+    not wait, because the command runs only once torchrun has ended: torchrun may start its ranks again.
     """
     if config.on_end is None and config.notify is None:
         return
@@ -128,7 +128,7 @@ def main() -> None:
     status = sys.stdin.read()
     while not status and is_held(lock):  # the launcher was killed: rank 0 may still be saving
         time.sleep(POLL_SECONDS)
-    # `launcher_name` has a space only if it has a start time, without which the launcher's end cannot be seen.
+    # If `launcher_name` has no space, it lacks the launcher's start time, without which the end could not be detected.
     while " " in job["launcher"] and not has_ended(job["launcher"]):
         time.sleep(POLL_SECONDS)
     if not is_of_this_command():

@@ -24,7 +24,7 @@ from harness.runs.checkpoint_meta import CheckpointMeta
 
 PHASES = ("setup", "training", "validation", "benchmarks", "checkpointing")
 
-# A number, or None if it is not finite, which JSON cannot express, or if an earlier version did not write it.
+# None stands for a number that is not finite (JSON cannot express it) or that an earlier version did not write.
 MaybeNumber = Annotated[int | float | None, BeforeValidator(finite)]
 
 
@@ -117,7 +117,7 @@ class MetricsFile:
 
     Each line is passed to the operating system at once, so that the line survives the end of the process. Training does
     not wait until the line is on the disk. `make_durable`, which is called before a checkpoint gets its final name,
-    flushes the lines to the disk. Lines after the last checkpoint may be lost, because a run that resumes
+    flushes the lines to the disk. Lines after the last checkpoint need not be flushed, because a run that resumes
     truncates the file to the length recorded in its checkpoint.
     """
 
@@ -288,9 +288,9 @@ def read_progress(path: Path) -> RunProgress | None:
 
 
 def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
-    """Return the scores of the last evaluation of benchmarks in a metrics.jsonl. The list is empty if
-    the last training in the file (see `last_training`) evaluated none, or if there is no file. Raises UserError if the
-    file cannot be read."""
+    """Return the scores of the last evaluation of benchmarks in a metrics.jsonl. The list is empty if the last training
+    in the file (see `last_training`) evaluated none, or if there is no file. Raises UserError if the file cannot be
+    read."""
     found: list[BenchmarkEvent] = []
     for event in last_training(path, with_bytes=b'"benchmark"'):
         if found and event.global_step != found[0].global_step:

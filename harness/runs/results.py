@@ -148,8 +148,8 @@ class BenchmarkResult(Result):
 
 class InstructionResult(Result):
     """Scores from 0 to 100 that a judge gave to a model's answers. The scores of two models are comparable if they come
-    from the same judging, or if the same judge judged each answer alone, with the same prompt about the same
-    questions."""
+    from the same judging. Scores of models that were judged alone are also comparable if judge, URL, prompt, questions,
+    questions without a score and repeats are the same."""
 
     same: ClassVar[tuple[str, ...]] = (
         *("judge", "base_url", "prompt", "questions_sha256", "answers_sha256", "judging", "repeats"),

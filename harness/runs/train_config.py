@@ -218,8 +218,8 @@ class TrainConfig(RunFile):
     keep_checkpoints: Annotated[Positive | None, Affects.NOTHING] = None
     """Keep the newest N besides best and latest; null: all."""
     async_checkpoint: Annotated[bool, Affects.NOTHING] = False
-    """Write checkpoints in a background thread: training pauses at most while weights and optimizer state are
-    copied."""
+    """Write checkpoints in a background thread. Training pauses at most until the previous one is written and weights
+    and optimizer state are copied."""
     mirror: Annotated[Text | None, Affects.NOTHING] = Field(default=None, repr=False)
     """URL (hf://buckets/OWNER/NAME, s3://, gs://, sftp:// or file://): checkpoints and results are copied to URL/RUN in
     the background, and a new machine continues from there."""

@@ -132,10 +132,10 @@ class TrainedModel:
 
     @property
     def dataset(self) -> str | None:
-        """Name of the dataset that the model was trained on (of a mixture: the names, joined by " + "), from the
-        meta.json beside the weights or, if that does not name it (as in the lab notebook's checkpoints), from the
-        train.json of the run that the weights belong to. None if neither gives it. Raises UserError if that train.json
-        is not valid."""
+        """Name of the dataset that the model was trained on (of a mixture: the names, joined by " + "). It is read from
+        the meta.json beside the weights. If that does not name a dataset, as in the lab notebook's checkpoints, the
+        name is read from the train.json of the run that the weights belong to. None if neither gives it. Raises
+        UserError if the train.json is not valid."""
         dataset = self.meta.get("dataset")
         if isinstance(dataset, dict) and "name" in dataset:
             return str(dataset["name"])
@@ -269,7 +269,7 @@ def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -
         )
 
 
-# The run and checkpoint that measured weights belong to, so that measurements are stored in that run's folder
+# Finding the run and the checkpoint of measured weights. Measurements are stored in the run's folder.
 
 
 class ModelInRun(NamedTuple):
@@ -281,9 +281,9 @@ class ModelInRun(NamedTuple):
 
 def model_in_run(weights: Path, config: ModelConfig | None = None) -> ModelInRun | None:
     """Return the run of a weights file, and a description of its checkpoint. The weights of an imported model count as
-    a checkpoint called IMPORTED. Return None if the file is in no run, is not the model.safetensors of its folder, or
-    if its recorded configuration is not `config`. Reads the whole file for its hash. Raises OSError if it cannot be
-    read, and UserError if a recorded configuration is not valid."""
+    a checkpoint called IMPORTED. Return None if the file is in no run or is not the model.safetensors of its folder, or
+    if `config` is given and is not the recorded configuration. Reads the whole file for its hash. Raises OSError if it
+    cannot be read, and UserError if a recorded configuration is not valid."""
     found = _place_in_run(weights)
     if found is None or os.path.realpath(found.folder / WEIGHTS) != os.path.realpath(weights):
         return None
