@@ -41,7 +41,7 @@ REST = 0.07  # share added to the time of a step, for random numbers, reports, d
 # The CPU launches kernels one by one. A launch takes LAUNCH_SECONDS, which depends on Python and the CPU and may well
 # be half or twice as long. Where launches take longer than the kernels' work, no speed is estimated.
 LAUNCHES_PER_LAYER, OTHER_LAUNCHES = 45, 20  # in a compiled microbatch
-MUON_LAUNCHES = 39  # for each matrix and step; fewer where matrices share a batch
+MUON_LAUNCHES = 39  # for each matrix and step; fewer where several matrices are updated together
 LAUNCH_SECONDS = 11e-6
 
 

@@ -78,8 +78,8 @@ FIXED_KEYS = {
 
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
-    """Raise UserError if training cannot resume from the checkpoint at `path`, because the model, the dataset or one of
-    FIXED_KEYS in its `meta` differs from those of `now`. Of the dataset, only keys that both record are compared. The
+    """Raise UserError if training cannot resume from the checkpoint at `path`, because its `meta` and `now` differ in
+    the model, in the dataset or in one of FIXED_KEYS. Of the dataset, only keys that both record are compared. The
     message shows the first difference."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
@@ -124,9 +124,9 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return [change for change in changes if change]
 
 
-# Keys that may change when a run resumes without an effect on its losses. Most of them decide only when a checkpoint is
-# saved and which one is the best. initial_weights is read only at the run's start. In place of the keys of the global
-# batch, the resulting accumulation steps are compared.
+# Keys whose change at a resumption has no effect on the losses. Most of them decide only when a checkpoint is saved and
+# which one is the best. initial_weights is read only at the run's start. In place of the keys of the global batch, the
+# resulting accumulation steps are compared.
 IRRELEVANT_TO_LOSSES = {
     *("validation_interval", "validation_sequences", "validation_batches", "start_val_token"),
     *("checkpoint_interval", "initial_weights", "global_batch_size", "gradient_accumulation_steps"),
@@ -310,7 +310,7 @@ class Experiment:
         """Return the number of tokens that training may read: the windows of all passes over the train splits that
         train.json's `epochs` allows, and one token more for the last target. For "repeat" it is sys.maxsize. For a
         single split without `epochs`, or if a split has less than one sequence from `start_train_token` on, it is the
-        number of tokens of the shortest split from there on, which may be negative."""
+        length of the shortest split minus `start_train_token`, which may be negative."""
         order, epochs = self.window_order(split_tokens), self.config.epochs
         if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):
             return min(split_tokens) - self.config.start_train_token

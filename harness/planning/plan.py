@@ -39,11 +39,11 @@ OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.
 
 
 class InMirror(NamedTuple):
-    """Contents of a run's mirror (harness/mirror/): the checkpoint from which the run would continue, if any."""
+    """State of a run's mirror (harness/mirror/), as far as a plan needs it."""
 
     name: str  # the URL of the run's folder there
-    checkpoint: str | None  # the checkpoint from which the run would continue; None: there is none newer than its own
-    meta: CheckpointMeta | None  # its meta.json
+    checkpoint: str | None  # the one that the run would continue from; None if that is not in the mirror
+    meta: CheckpointMeta | None  # the checkpoint's meta.json
     bytes_per_second: float | None  # speed of this machine's last upload; None if there was none
 
 
@@ -76,9 +76,8 @@ class Plan:
 
     @property
     def stages(self) -> list[tuple[int, BatchLayout]]:
-        """The layouts of the global batches from the first remaining step on, each after the number of the run's tokens
-        before the first remaining step with it. There are several only for a batch ramp, including those that the run
-        does not reach."""
+        """The batch layouts of the remaining steps, as pairs (tokens, layout): from this number of the run's tokens on,
+        the layout applies. There are several only for a batch ramp, including those that the run does not reach."""
         seen = self.position.tokens_seen if self.position else 0
         return [(seen + stage.tokens_before, stage.layout) for stage in self.batches.stages]
 
@@ -103,8 +102,8 @@ class Plan:
         return steps[-1] // interval - (steps[0] - 1) // interval + (steps[-1] % interval != 0)
 
     def describe_passes(self) -> str | None:
-        """Return a text on how often and in what order the train split is read, or None if train.json has no
-        key about that, or if the dataset is not on this machine."""
+        """Return a text on how often and in what order the train split is read. Return None if train.json has one
+        dataset and neither `shuffle` nor `epochs`, or if a dataset is not on this machine."""
         config, order, length = self.config, self.order, self.layout.context_length
         is_plain = not config.shuffle and config.epochs is None and len(config.dataset_weights) == 1
         if order is None or self.position is None or is_plain:
@@ -363,7 +362,7 @@ def describe_lost_machine(plan: Plan, speed: PlannedSpeed, mirrored: InMirror) -
         return f"costs at most {every:,} steps and {sent}"
     parts = plan.seconds(speed)
     steps = sum(parts.values()) / max(1, len(plan.steps)) * every
-    # If an upload takes longer than the steps between two checkpoints, the next one starts when it is over.
+    # An upload that takes longer than the steps between two checkpoints delays the upload of the next checkpoint.
     seconds = steps + (upload or 0.0) * (2 if (upload or 0.0) > steps else 1)
     price, _ = plan.price(speed)
     dollars = "" if price is None else f", ${cost(seconds, price):,.2f}"
@@ -392,7 +391,7 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
     rows.append(("checkpoints", f"{plan.checkpoints():,} ({disk})"))
     needed = None if speed.tokens_per_second is None else sum(plan.seconds(speed).values())
-    price, _ = plan.price(speed)  # of the machine that the plan is for; training counts at train.json's
+    price, _ = plan.price(speed)  # of the machine that the plan is for; max_dollars counts at price_per_hour
     at_price = config.model_copy(update={"price_per_hour": price or config.price_per_hour})
     true_ceilings = at_price.ceilings(plan.seconds_before, plan.dollars_before)
     for key, left in config.ceilings(plan.seconds_before, plan.dollars_before).items():

@@ -65,8 +65,8 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
     `largest_batch_tokens` tokens. Raises UserError if warm-up and decay are longer than the run.
 
     A warm-up in percent is rounded down to whole steps, as in the training program of Giles Thomas's lab notebook
-    (harness/runs/upstream.py). A decay in percent is rounded to the nearest number of steps, but not
-    to 0.
+    (harness/runs/upstream.py). A decay in percent is rounded to the nearest number of steps. It has at least one step
+    if two or more steps follow the warm-up.
     """
     warmup_steps = config.warmup_steps or 0
     if config.warmup_period_percent is not None:
