@@ -87,8 +87,8 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
         notes.append("the notebook's scripts read and write text with GPT-2's tokenizer; this model has another one")
     # The key "tie_weights" is never written. For a tied model, the program's `load_state_dict` requires the head in the
     # file. But safetensors' `load_model`, which later versions of the program use, refuses a file with both matrices of
-    # a tied model. Without the key, both functions load the two matrices as those of an untied model. The first
-    # versions of the program, which did not know the key, do so, too. For a model without experts, the key "moe" is not
+    # a tied model. Without the key, both functions load the two matrices as those of an untied model, and so do the
+    # first versions of the program, which did not know the key. For a model without experts, the key "moe" is not
     # written either, because the program builds experts even for "moe": null.
     experts = {"moe": shape.moe.model_dump(exclude_none=True)} if shape.moe else {}
     model_json = {key: getattr(shape, key) for key in NOTEBOOK_KEYS} | experts

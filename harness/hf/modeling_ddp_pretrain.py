@@ -88,8 +88,8 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         cache, and only its last T columns are used.
 
         `labels`, (B, T), are like `input_ids`, with -100 for tokens to ignore, and require `logits_to_keep` 0. The loss
-        is the mean cross-entropy (nats) of the labels, each predicted from the tokens before it. Raises ValueError if a
-        row has more tokens than the context length.
+        is the mean cross-entropy (nats) of the labels, each predicted from the tokens before it. Raises ValueError if
+        the longest row in the cache and the longest row of `input_ids` together exceed the context length.
         """
         if use_cache and past_key_values is None:
             past_key_values = KeyValueCache()

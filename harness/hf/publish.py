@@ -67,7 +67,7 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
 
     If the repository does not exist, it is created, as a public one if `public` is true and otherwise as a private one.
     Files of an earlier upload that readers would take for files of this model are deleted. Raises UserError if the
-    run's summary.json is not valid, or if the upload fails.
+    run's train.json or summary.json is not valid, or if the upload fails.
     """
     by_hand = "export the model and upload the folder by hand"
     work = HubWork(facts.name, "model", exported, "the repository's name", by_hand, verb="write to")
@@ -146,8 +146,8 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
 
 def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
     """Yield for each loss its name, its value, and a description of the tokens on which it was measured. The value is
-    None if it was not recorded; otherwise, it is in nats per token, unless the name says otherwise. The training loss
-    in a checkpoint is a mean over the steps before the checkpoint."""
+    in nats per token unless the name says otherwise, and None if it was not recorded. The training loss in a checkpoint
+    is a mean over the steps before the checkpoint."""
     trained_on = validated_on = NOT_RECORDED
     if facts.files.dataset:
         keys = ("start_train_token", "start_val_token", "validation_sequences", "validation_batches", "microbatch_size")
