@@ -109,11 +109,14 @@ class Checkpointer:
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
     def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
-        """Save a checkpoint of the last completed step. First update the best step in `state` and, if `planned`, set
-        `state.train_loss` to the mean loss since the last planned checkpoint. `planned` is true if train.json asks for
-        this checkpoint, and false if it is saved because the run stops early. meta.json records
-        `interrupted_evaluation` ("validation", "benchmarks" or None), so that the resumed run repeats the evaluation
-        that was interrupted and does the work that follows it.
+        """Save a checkpoint of the last completed step. `planned` is true if train.json asks for this checkpoint, and
+        false if it is saved because the run stops early. meta.json records `interrupted_evaluation` ("validation",
+        "benchmarks" or None), so that the resumed run repeats the evaluation that was interrupted and does the work
+        that follows it.
+
+        First `state` is updated. If `planned`, `train_loss` becomes the mean loss since the last planned checkpoint,
+        and this step becomes the best one if it was validated with the lowest loss. In a run without validation, this
+        step always becomes the best one.
 
         With `async_checkpoint` the files are written in a thread. On a GPU, the copies to host memory may still be
         running when this method returns. They run before the next step's work, and the writer waits for them. An error
