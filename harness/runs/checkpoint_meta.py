@@ -350,7 +350,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
 def read_meta(path: Path) -> CheckpointMeta:
     """Read the meta.json of the checkpoint folder `path`. Raises UserError if it cannot be read, naming the key if one
-    is wrong, or if its global step is not the one in the folder's name."""
+    is wrong. Also raises UserError if its global step is not the one in the folder's name."""
     file = path / META
     raw = read_json_object(file)
     try:

@@ -64,7 +64,7 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 
 def choose_start(folder: Path, name: str | None) -> Path | None:
     """Return the checkpoint to resume from: `name` or, if it is None, `latest`, even if there is a newer one. If
-    `latest` is wanted and there is no such link, return the newest checkpoint. If `name` is None, return None if there
+    `latest` is wanted and there is no such link, return the newest checkpoint. Return None if `name` is None and there
     is no checkpoint.
 
     Raises UserError as `find_checkpoint` does, and if `latest` is a folder and there is no other checkpoint.
