@@ -79,5 +79,5 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
         return given, f"${given}/h, the price of {priced.machine} on {priced.date}"
     return None, (
         f"train.json's ${given}/h is the price of {priced.machine}, not of {gpus} x {device.name}; "
-        "set price_per_hour to the price of that machine"
+        "set price_per_hour to the price of these GPUs"
     )
