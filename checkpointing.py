@@ -1,5 +1,6 @@
-"""Save a run's checkpoints, and resume from a checkpoint. If the number of ranks is the same as before, the resumed
-run is bit-identical to one that never stopped (on GPUs only if train.json's `deterministic` is true).
+"""Save a run's checkpoints, and resume from a checkpoint. On the same machine, with the same number of ranks and the
+same versions, the resumed run is bit-identical to one that never stopped (on GPUs and with torch.compile only if
+train.json's `deterministic` is true).
 
 A checkpoint holds the weights, the states of the optimizer and the gradient scaler, every rank's random state and
 losses since the last report, and the tokenizer's file, if there is one. Its meta.json holds the progress of training.
