@@ -197,8 +197,9 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     is None.
 
     If the dataset is on this machine, the run is checked against it and against the checkpoint (see
-    `check_continuable`), and all token ids of the dataset are checked. Otherwise only FIXED_KEYS of train.json are
-    compared with the checkpoint. Raises UserError if a check fails, and for settings with which training cannot run.
+    `check_continuable`), and all token ids of the splits that training reads are checked. Otherwise only FIXED_KEYS of
+    train.json are compared with the checkpoint. Raises UserError if a check fails, and for settings with which training
+    cannot run.
     """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
@@ -407,7 +408,7 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     """Return the table rows for speed, time and cost, or one row with the reason if there is no speed. The time of
-    validation is estimated, unless `speed.training_share` gives it. The time of benchmarks, start-up and of saving
+    validation is estimated, unless `speed.training_share` gives it. The time of benchmarks, of start-up and of saving
     checkpoints is not included."""
     if speed.tokens_per_second is None:
         return [("time and cost", f"unknown: {speed.source}")]
