@@ -214,6 +214,18 @@ def test_restart_leaves_nothing_to_go_back_to(first: InProcess) -> None:
     assert_same_end(first.runs / "r", second.runs / "r")
 
 
+@pytest.mark.parametrize("option", ["--restart", "a checkpoint"])
+def test_going_back_holds_although_the_mirror_does_not_know_of_it_yet(first: InProcess, option: str) -> None:
+    back = names(first.runs / "r")[0] if option == "a checkpoint" else option
+    told = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step=2)\n"
+    first.train("r", back, "--mirror", "none", prelude=told, ranks=1, expect=143)
+    assert "would continue" not in first.train_here("r", "--plan").stdout
+    assert "was fetched" not in first.train_here().stdout
+    steps = [line["global_step"] for line in metrics(first.runs / "r") if line["event"] == "train"]
+    assert steps == sorted(set(steps))
+    assert len(list(remote(first).glob("checkpoints/*/meta-aside.json"))) >= 1
+
+
 def test_measurements_of_the_training_before_a_restart_are_set_aside(first: InProcess, tmp_path: Path) -> None:
     """They do not come to a machine that fetches the run, and are moved on one that has fetched them before."""
     store, measured = f"file://{remote(first).parent}", first.runs / "r" / "results"
