@@ -72,9 +72,9 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     their losses on one text. One of the `records` is that of the run `baseline`.
 
     Uses test losses if the baseline's arm and at least one other arm have test losses on the same text. Of several such
-    texts, uses the one with the most runs; notes have the verdicts on the others. Otherwise uses the last validation
-    losses in the same way. If there is no such text, or if the baseline has not finished, the result has no
-    verdicts, and its `title` gives the reason.
+    texts, uses the one with the most runs; the notes have the verdicts by the losses on the other texts. Without such a
+    text, uses the last validation losses in the same way. If neither loss has such a text, or if no run of the
+    baseline's arm has finished, the result has no verdicts, and its `title` gives the reason.
     """
     arms = find_arms(records, baseline)
     own = arms.arm_with(baseline)
@@ -106,7 +106,10 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
                     said = "; ".join([*(verdict.sentence for verdict in other.verdicts), *own_notes])
                     on_others.append(f"{other.title} {said}")
                 return replace(first, notes=[*on_others, *first.notes])
-        reason = "no other arm has a test loss or validation loss on the same text; test_loss.py measures test losses"
+        reason = (
+            "no other arm has a test loss or validation loss on the same text as this arm; test_loss.py measures test "
+            "losses"
+        )
     return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)
 
 

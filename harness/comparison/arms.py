@@ -29,8 +29,8 @@ WITHOUT_EFFECT = keys_affecting(Affects.NOTHING)
 # Facts that must be equal for replicates, besides the settings. The same configuration gives other rounding errors with
 # another version of torch, device or number of ranks. The number of ranks also changes the dropout masks.
 SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of ranks"}
-# SURROUNDINGS do not include the precision, because summaries of earlier versions do not record which precision "auto"
-# stood for.
+# The precision must be equal, too, but `_by_precision` compares it, because summaries of earlier versions do not record
+# which precision "auto" stood for.
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Arms:
     """Arms of an experiment; the runs of an arm differ only in their seeds. `run_names` has the names of each arm's
     runs, by the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might
     expect them. `chance` says what the seeds change within the arms: each value of SEEDS (such as "dropout") whose seed
-    differs between two runs of the same arm. `diverged` has the names of runs that have diverged, by the name of their
-    arm: runs of the arm, and runs that were ended and otherwise differ from the runs of the arm only in their seeds."""
+    differs between two runs of the same arm. `diverged` has the names of diverged runs, by the name of their arm: runs
+    of the arm that diverged, and unfinished runs that diverged and differ from the arm's runs only in their seeds."""
 
     run_names: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
@@ -107,8 +107,8 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
 
 
 def _diverged(records: Sequence[RunRecord], arms: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the runs that have diverged and belong to an arm, or would if they had reached their end, by
-    the arm's name."""
+    """Return a dict from the name of an arm to the names of its diverged runs: runs of the arm that diverged, and
+    unfinished runs that diverged and differ from the arm's runs only in their seeds."""
     by_name = {record.name: record for record in records}
     at_end = {
         arm: tuple(name for name in names if (summary := by_name[name].summary) and summary.has_diverged)
@@ -153,7 +153,7 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
     """Return the arms (the names of their runs) by the name of the arm. An arm of several runs gets the name that
     remains when the seed is cut from the end of the runs' names (`wide-seed1` and `wide-seed2` give `wide`), if this is
     the same for all of them, is not in `taken` (the names of all runs) and would not be the name of another arm. Any
-    other arm has the name of its first run, or of `baseline` if it contains this run."""
+    other arm has the name of the run `baseline` if it contains that run, or else of its first run."""
     stems = []
     for arm in arms:
         shared = {SEED_ENDING.sub("", name) for name in arm}
@@ -205,7 +205,7 @@ def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | 
         train["min_train_tokens"] = record.tokens_seen
     train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]
     deciding = {key: value for key, value in train.items() if key not in {SEED, *SEEDS, *WITHOUT_EFFECT}}
-    # More than the budget, if that was lowered
+    # A run whose budget was lowered while it was trained may have seen more tokens than the budget.
     deciding["tokens_seen"] = record.recorded("tokens_seen") if at_end else None
     settings = [_with_defaults(ModelConfig, model), deciding, dataset, record.changes]
     surroundings = [*(known[key] for key in SURROUNDINGS), record.recorded("attention")]

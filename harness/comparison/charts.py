@@ -26,7 +26,7 @@ LEAST_POINTS = 2
 WARM_PART = 0.2
 HEADROOM = 0.06
 CUT_RATIO = 2.0  # the first part is cut off if it makes the range of losses more than this many times as large
-LEAST_REACH = 0.1  # nats; a reference is shown if its distance from the curves is at most this or their height
+LEAST_REACH = 0.1  # nats; a reference is shown if it is at most this, or the curves' height, away from the curves
 MOST_MARKERS = 12  # along a curve, without the last point's
 LARGEST_LOSS = 1e6  # nats per token; larger losses, of runs that have diverged, are not drawn
 # Losses of more than PEAK_RATIO times the highest first loss, and more than LEAST_PEAK nats, do not stretch the range:
@@ -74,8 +74,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves of one kind of loss, sorted by their last loss, the lowest first, and then those of runs that diverged.
-    `problems` has a line for each reason why some runs are not drawn."""
+    """Curves of one kind of loss, sorted by their last loss, the lowest first. Curves with "diverged" in their label
+    (see `charts_of`) come after all others. `problems` has a line for each reason why some runs are not drawn."""
 
     axis: str
     kind: str  # "validation" or "training"
@@ -157,9 +157,9 @@ def _curves_on(
     losses: Mapping[str, Sequence[TrainEvent | ValidationEvent]],
     run_names: Mapping[str, Sequence[str]],
 ) -> tuple[list[Curve], dict[str, list[str]]]:
-    """Return the curves over `axis` of the runs `drawn`, and what is not drawn, by the reason: the names of runs whose
-    losses have no place on this axis, and the labels of curves whose runs have no loss at the same step. `run_names`
-    has the names of the runs of each curve, by the curve's label."""
+    """Return the curves over `axis` of the runs `drawn`. Also return a dict from each reason to what is not drawn for
+    it: the names of runs whose losses have no place on this axis, or the labels of curves whose runs have no loss at
+    the same step. `run_names` has the names of the runs of each curve, by the curve's label."""
     places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
     left_out: dict[str, list[str]] = {}
     for name, record in drawn.items():
@@ -299,9 +299,9 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
-    """Return the lowest and the highest loss to show, with a margin. The range contains the whole curves up to
-    PEAK_RATIO times their highest first loss (at least LEAST_PEAK), unless the steep first part of the curves would
-    take more than half of the height; then it contains the curves without this part. Of a band, only the lower end at
+    """Return the lowest and the highest loss to show, with a margin. If the steep first part of the curves would take
+    more than half of the height, the range contains the curves without this part, or else the whole curves. Losses
+    above PEAK_RATIO times the highest first loss (at least LEAST_PEAK) do not count. Of a band, only the lower end at
     the last step is sure to be in the range. The range also contains those `references` (losses drawn as dotted lines)
     that are near the curves."""
     top = max(LEAST_PEAK, PEAK_RATIO * max(abs(curve.y[0]) for curve in curves))

@@ -139,7 +139,7 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
             if (there.microbatch_size, there.context_length) == (config.microbatch_size, model.context_length):
                 layout = there
         recorded = summary.budget if summary else None
-        if recorded and getattr(config, recorded.key, None) == recorded.value:  # of an earlier version: a removed key
+        if recorded and getattr(config, recorded.key, None) == recorded.value:  # None: a key of an earlier version
             tokens: int | None = recorded.tokens
         else:
             tokens = tokens_of_budget(config, model, batch_schedule(config, layout))

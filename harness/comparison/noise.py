@@ -79,8 +79,8 @@ def text_noise(values: np.ndarray) -> LossEstimate | Inconclusive:
 
 
 def variance_of(losses: Sequence[float]) -> float:
-    """Return the unbiased variance of two losses or more. It is exactly 0 if they are equal, which rounding of their
-    mean would prevent."""
+    """Return the unbiased variance of two losses or more. The first loss is subtracted from all of them, so that the
+    variance of equal losses is exactly 0, even if their mean would be rounded."""
     return float(np.var(np.subtract(losses, losses[0]), ddof=1))
 
 

@@ -133,8 +133,8 @@ class Quantity:
         return [Measurement(found / self.divisor if self.divisor > 1 else found, basis)]
 
     def reported(self, record: RunRecord) -> Values:
-        """Return, as a list of one measurement, the number that others reported for the run in its reported.json, or
-        that is computed from it. Returns Inconclusive if there is none."""
+        """Return a list of one measurement: the number that others reported in the run's reported.json, or a number
+        computed from the figures there. Returns Inconclusive if there is none."""
         reported, report, value = record.reported, self.report, None
         if reported is not None and isinstance(report, str):
             value = getattr(reported, report, None) or reported.value(report)
@@ -314,13 +314,13 @@ def _measurements(
     For each basis, the result of the best checkpoint is used, or else that of the latest, or else that of the
     checkpoint with the highest step; of several results of one checkpoint, the newest. The measurement's `remark` names
     this checkpoint, unless it is the best one and no other was measured. A basis is left out if the number of this
-    result is None, and for a finished run if this checkpoint is neither the best nor the latest, because the number
-    would not be that of the run's end. Results of an earlier training, whose checkpoints were moved to the run's folder
-    aside/, are left out.
+    result is None. If this checkpoint of a finished run is neither the best nor the latest, the basis is left out, too,
+    because the number would not be that of the run's end. Results of an earlier training, whose checkpoints were moved
+    to the run's folder aside/, do not count.
     """
     best_step = record.summary.best_step if record.summary else None
     steps = record.summary.global_steps if record.summary else None
-    # Checkpoints of an earlier fetch are not the finished run's best and latest.
+    # Checkpoints that were copied here before the run's end do not have its best and latest weights.
     is_old = steps is not None and record.latest is not None and not record.latest.endswith(f"-iteration-{steps - 1}")
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
@@ -379,8 +379,8 @@ def _finite_test_losses(record: RunRecord) -> Values:
 
 
 def _trained_on(record: RunRecord) -> Values:
-    """Return, for each test loss, the percentage of the 13-grams of its split that also occur in the run's training
-    data, if that is known, or the reason why there is no percentage."""
+    """Return a percentage for each text of a test loss: how many of the 13-grams of the text's split also occur in the
+    run's training data. Texts for which this is not known are left out. Returns Inconclusive if none is left."""
 
     def read(result: LossResult) -> tuple[float | None, str] | None:
         found = result.trained_on

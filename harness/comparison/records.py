@@ -253,9 +253,9 @@ def _read_summary(run: RunDirectory) -> RunSummary | None:
 
 
 def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
-    """Return True if model.json differs in shape from the model that `summary` records, or if train.json has another
-    kind of budget, a larger budget or, if the budget is the whole split, another number of epochs. Returns False if
-    model.json or train.json cannot be read."""
+    """Return True if model.json has another shape than the model that `summary` records, or if train.json has another
+    kind of budget or a larger budget. Also return True if the budget is the whole split and the number of epochs is
+    another one. Returns False if model.json or train.json cannot be read."""
     with suppress(UserError, OSError):
         model, train = load_model_config(run.model_json), load_train_config(run.train_json)
         wanted = train.model_dump(include={*BUDGETS})
@@ -272,8 +272,8 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
 def _unfinished_state(
     run: RunDirectory, progress: RunProgress | None, meta: CheckpointMeta | None, *, is_outdated: bool
 ) -> State:
-    """Return the state of a run without a summary, or with an outdated one (`is_outdated`). A summary is outdated if
-    model.json or train.json asks for a model shape or training budget other than the summary's."""
+    """Return the state of a run without a summary, or with an outdated one (`is_outdated`): model.json or train.json
+    now asks for another model shape or for more training (see `_asks_for_more`)."""
     held = is_held(run.lock_file)
     if not held and (end := _last_end(run)):
         return end

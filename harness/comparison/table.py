@@ -190,7 +190,7 @@ def _state_column(records: Sequence[RunRecord]) -> list[Column]:
     cells = []
     for record in records:
         text, seen = str(record.state.word), record.tokens_seen
-        # The settings of a summary that is outdated are not those that ask for more.
+        # Beside an outdated summary, `record.train` is the summary's, not the train.json that asks for more.
         wanted = None if record.summary else wanted_tokens(record.train, record.meta.budget if record.meta else None)
         if record.state.word in ("going on", "stopped") and wanted and seen:
             text += f", {percent_done(seen, wanted)}"
@@ -386,7 +386,8 @@ def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
 
 def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:
     """Return the names, with control characters escaped, and names of more than `most` characters cut in the middle. Of
-    names that would then look the same, the part in which they differ is kept whole, even if it needs more room."""
+    names that would then look the same, the part in which they differ is kept whole, even if it needs more room. If two
+    names would still look the same, no name is cut."""
     whole = [printable(name) for name in names]
     shown = {name: _cut(name, most) for name in whole}
     alike: dict[str, list[str]] = {}

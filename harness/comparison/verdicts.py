@@ -34,8 +34,8 @@ class Arm:
     """One run, or several runs that differ only in their seeds. `losses` has the loss of each run in nats per token.
     All arms of a comparison are measured on the same text. `windows` has an array for each run: the loss of each window
     (sequence of context length) of the text, [windows]. It is None if these losses are missing for a run. `names` has
-    the names of the runs, if they are known; only messages use them. `diverged` has the names of further runs of the
-    arm, which have diverged before their end. Without them the arm looks better than it is."""
+    the names of the runs, if they are known; only messages use them. `diverged` has the names of the arm's runs that
+    have diverged. Those that diverged before their end have no loss here, so that the arm looks better than it is."""
 
     name: str
     losses: Sequence[float]
@@ -125,7 +125,8 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
       the interval of the difference that these trained models would have on other text, if text noise is known.
     - The arm or the baseline has no run, or a loss that is not finite: inconclusive, and `difference` is None.
-    - The better one of the two has a seed that diverged: inconclusive, because without that seed it looks too good.
+    - The better one of the two has a seed that diverged: inconclusive. A run that diverged before its end has no loss,
+      so that its arm looks too good.
 
     With 3 to 5 runs per arm, 93.4 to 96.5 % of the 95 % intervals contain the true difference, for normal losses whose
     standard deviations differ by up to a factor of 4. With 2 runs in an arm, 88 to 98 % of them do (88 % with 20 runs
