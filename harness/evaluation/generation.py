@@ -96,8 +96,8 @@ def sample_tokens(
     model: GPTModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
 ) -> Iterator[int]:
     """Yield tokens that continue `prompt`, one by one and without end, even after an end-of-text token. They are the
-    tokens that `continue_prompts` draws for its first prompt. Token ids of `vocab_size` or more are never chosen (None:
-    all token ids of the model can be chosen). Raises RunError if a logit is not finite."""
+    tokens that `continue_prompts` draws if `prompt` is the first of its prompts. Token ids of `vocab_size` or more are
+    never chosen (None: all token ids of the model can be chosen). Raises RunError if a logit is not finite."""
     rows = GrowingRows(model, [prompt], sampling, vocab_size)
     while True:
         yield from rows.grow()

@@ -135,11 +135,11 @@ class HeldOutText:
         model with GPT-2's tokenizer; for other models UserError is raised. The default split is "test" if the dataset
         has it, or else "validation".
 
-        The text consists of whole batches of `batch_size` sequences, or of one smaller batch if the split has fewer
-        sequences. By default it begins at the split's first token and has as many batches as the split. If a validation
-        split has at least one batch after NOTEBOOK_START_TOKEN, the text begins at that token by default, and has at
-        most NOTEBOOK_BATCHES batches. The NOTEBOOK_ values are those of Giles Thomas's lab notebook, the project that
-        this one grew from.
+        The text consists of whole batches of `batch_size` sequences. If `batches` is None and the split has fewer
+        sequences, the text is one smaller batch. By default the text begins at the split's first token and has all its
+        batches. If a validation split has at least one batch after NOTEBOOK_START_TOKEN, the default is to begin at
+        that token, and to take at most NOTEBOOK_BATCHES batches. The NOTEBOOK_ values are those of Giles Thomas's lab
+        notebook, the project that this one grew from.
 
         Also raises UserError if there is no such dataset, if the split is too short, if it has token ids that are not
         in the model's vocabulary, or if the dataset's tokenizer is not the one in the meta.json beside the weights.
@@ -183,8 +183,9 @@ class HeldOutText:
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
         """Measure and return the loss of `model` (loaded from the weights of `self.model`), with a progress bar on a
         terminal. If the weights are those of a run's checkpoint, the loss is also written to the run's results; if
-        writing fails, a warning is printed. Raises UserError if the model's device does not support the precision, or
-        if the dataset's tokenizer cannot be loaded."""
+        writing fails, a warning is printed. Also finds how much of the split the model was trained on, which the first
+        time reads the train splits (see `training_overlap`). Raises UserError if the model's device does not support
+        the precision, or if the dataset's tokenizer cannot be loaded."""
         device, measured = next(model.parameters()).device, None
         with warned_if_not_kept():  # now, because training may delete the checkpoint meanwhile
             measured = model_in_run(self.model.weights, self.model.config)

@@ -62,8 +62,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """Return the generated text for each request. Raises UserError for an unsupported sampling option, and RunError
         if a logit is not finite."""
         jobs = [self._job(request) for request in requests]
-        # Requests with equal settings are next to each other, because a batch has one setting. Among them, the longest
-        # prompts come first, so that a batch that does not fit in memory fails at once.
+        # Requests with equal settings are next to each other, because all rows of a batch have the same settings. Among
+        # them, the longest prompts come first, so that a batch that does not fit in memory fails at once.
         order = sorted(range(len(jobs)), key=lambda at: (repr(jobs[at][1]), -len(jobs[at][0]), at))
         batches: list[list[int]] = []
         for _, group in groupby(order, key=lambda at: jobs[at][1]):

@@ -97,9 +97,9 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
     a task file is run, because it is the user's own code beside the file.
 
     The random states of this process are restored afterwards. Raises UserError if lm-eval is not installed, for an
-    unknown name, and for two different tasks of one name. Also raises UserError for a task that would run downloaded
-    code or code written by the model, that is about pictures or sound, or that cannot be loaded, for example because
-    its data is not available.
+    unknown name, for a missing task file, and for two different tasks of one name. Also raises UserError for a task
+    that would run downloaded code or code written by the model, that is about pictures or sound, or that cannot be
+    loaded, for example because its data is not available.
     """
     check_installed()
     found = Benchmarks({}, {}, [])
@@ -157,7 +157,7 @@ def _names_of(spec: str) -> list[str]:
 def task_manager(*, with_index: bool) -> Any:
     """Return lm-eval's TaskManager, and turn off the libraries' output (see `quieten`). With `with_index`, it knows the
     names of lm-eval's own tasks; their index is made from thousands of files, which takes seconds."""
-    # Keep the library `evaluate` from downloading metrics, which are programs, and running them. The library reads this
+    # Keep the library `evaluate` from downloading and running metrics, which are programs. The library reads this
     # variable when it is imported.
     os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
     quieten()

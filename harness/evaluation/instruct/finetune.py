@@ -113,7 +113,7 @@ class FineTuning:
     validation_losses: list[float | None]  # after each epoch, from epoch 0 on
     train_losses: list[float | None] = field(default_factory=list)  # mean of the batches' losses, from epoch 1 on
     kept_epoch: int = 0  # the epoch whose weights the model has at the end
-    rose: bool = False  # True if the validation loss rose or became NaN before max_epochs was reached
+    rose: bool = False  # True if training stopped because the validation loss rose or was not finite
 
 
 def fine_tune(
@@ -121,10 +121,10 @@ def fine_tune(
 ) -> FineTuning:
     """Train the model on the training part for up to `max_epochs` epochs. Training stops earlier, after an epoch in
     which the loss on the validation part rose or became NaN. Then the model gets back the weights from before that
-    epoch. Afterwards the model is in evaluation mode.
+    epoch. At the end the model is in evaluation mode.
 
     An example whose prompt leaves no room for its answer in the context is left out. All randomness comes from the
-    settings' seed, which also becomes torch's global seed. Prints the number of these examples, the validation loss
+    settings' seed, which also becomes torch's global seed. Prints the number of examples left out, the validation loss
     before training, a line for each epoch, the reason for stopping and, on standard error, a hint if nothing was
     learned. Raises UserError if the training or the validation part has no example left, and RunError if the model's
     loss is not finite before training.

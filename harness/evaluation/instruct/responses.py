@@ -21,8 +21,8 @@ from harness.common.files import atomic_file, replace_text, user_cache
 from harness.common.json_files import RecordedCount, parse_config, read_json
 from harness.common.messages import as_unicode
 
-# Shares as in Raschka's book, Build a Large Language Model (From Scratch), chapter 7. The file's first
-# entries are for training, the next for testing, and the rest for validation.
+# Shares as in Raschka's book, Build a Large Language Model (From Scratch), chapter 7. The file's first entries are for
+# training, the next for testing, and the rest for validation.
 TRAIN_PART, TEST_PART = 0.85, 0.1
 FEWEST_ENTRIES = 20  # twice as many as are needed for one entry in each of the three parts
 DOWNLOAD_TIMEOUT_SECONDS = 30.0

@@ -50,7 +50,7 @@ class JudgeSettings:
     base_url: str = OPENAI_URL
     timeout: float = 120.0  # seconds, for a single try of a request
     repeats: int = 1  # times that each answer is judged
-    attempts: int = 5  # times that a prompt is sent until the answer is valid, and also tries of each request
+    attempts: int = 5  # most times that a prompt is sent until the answer is valid, and most tries of each request
     parallel: int = 8  # requests at a time
     seed: int = 0  # of the order in which the judge sees the models' answers, and of the bootstrap resamples
     prompt: str = TOGETHER  # or a key of prompts.ALONE
@@ -241,7 +241,7 @@ class Judgment:
     labels: tuple[str, ...]
     scores: np.ndarray
     unanswered: tuple[Unanswered, ...]
-    spent: Tokens  # for all answers to these questions, including answers that were already in the cache
+    spent: Tokens  # for all answers to these prompts, including answers that were already in the cache
     spent_now: Tokens  # in this judging
 
 
@@ -249,10 +249,10 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, caches: Sequence
     """Ask the judge for all scores that are not in the cache files, and return all scores. New answers are added to the
     first file. The models must have different labels and the same questions.
 
-    Raises UserError if the judge cannot be asked with these settings, if another process uses the cache file, or if
-    that is no cache file. Raises RunError if the judge does not answer, if there is no valid answer at all after
-    HOPELESS_PROMPTS prompts, or if the cache file cannot be read or written. The answers before an error are in the
-    cache.
+    Raises UserError if the judge cannot be asked with these settings, if another process uses the first file, or if one
+    of the files is no cache file. Raises RunError if the judge does not answer, if there is no valid answer at all
+    after HOPELESS_PROMPTS prompts, or if the first file cannot be read or written. The answers before an error are in
+    the cache.
     """
     prompts = list(_prompts(models, settings))
     names = {key: set(prompt.names) for key, prompt in prompts}
