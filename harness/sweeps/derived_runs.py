@@ -142,9 +142,9 @@ def unknown_key(keys: Iterable[str]) -> str | None:
 
 
 def load_base(runs_dir: Path, name: str) -> DerivedRun:
-    """Load a run from which other runs can be derived. If its train.json has keys of the training program of
-    Giles Thomas's lab notebook (harness/runs/upstream.py), they are replaced by this program's keys. Raises UserError
-    if the run does not exist or one of its files is wrong."""
+    """Load a run from which other runs can be derived. Keys in its train.json that belong to the training program of
+    Giles Thomas's lab notebook (harness/runs/upstream.py) are replaced by this program's keys. Raises UserError if the
+    run does not exist or one of its files is wrong."""
     run = RunDirectory.find(runs_dir, name)
     model_config = load_model_config(run.model_json)
     has_experts = model_config.moe is not None

@@ -34,8 +34,8 @@ TAIL_LINES, TAIL_COLUMNS = 5, 400  # of a log: enough for the error in the last 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of one run. `said` describes it: for a finished run its loss, time and cost, otherwise its progress or
-    what is wrong. `dollars` is what the run has cost so far, or 0 if that is not known."""
+    """Status of one run. `said` has the loss, time and cost of a finished run, or else the run's progress or what is
+    wrong. `dollars` is what the run has cost so far, or 0 if that is not known."""
 
     run: DerivedRun
     state: StateWord
@@ -50,8 +50,9 @@ class Status:
 
 
 def status_of(run: DerivedRun) -> Status:
-    """Return the status of a sweep's run. Its state is "not made" if the run has no folder, and "damaged" if the path
-    of its folder holds something other than this run. Otherwise it is the state that compare_runs.py prints."""
+    """Return the status of a sweep's run. The state is "not made" if the run has no folder. It is "damaged" if the path
+    of the folder holds something else, or if model.json or train.json cannot be read. Otherwise it is the state that
+    compare_runs.py prints."""
     try:
         if not run.is_made():
             return Status(run, "not made")

@@ -89,9 +89,9 @@ def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
 
 def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, float]]:
     """Return the start, in seconds since 1970, and the duration, in seconds, of each attempt of earlier sweeps to train
-    the run, from its sweep.log. A sweep that was killed has logged no duration. Its attempts get what the logged
-    durations lack of `recorded`, the seconds in the run's own records. The last such attempt gets its part first; none
-    gets more than the time until the next attempt began."""
+    the run, from its sweep.log. Attempts of a sweep that was killed have no duration there. They share the seconds by
+    which `recorded`, the seconds in the run's own records, exceeds the logged durations. The last of them gets its part
+    first. None gets more than the time until the next attempt began, or until now."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     begins: list[float] = []
