@@ -158,7 +158,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
 
 def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     """Draw the losses of all points over FLOPs, the law's loss at the best size for each number of FLOPs, and the
-    predictions. Without a law, write the reason in place of the last two."""
+    predictions. Without a law, draw only the points, and write the reason."""
     points, law, cost, along = analysis.points, analysis.law, analysis.cost, _along(analysis, predictions=True)
     axes.set(xscale="log", xlim=along[[0, -1]], title="Loss over FLOPs", xlabel="FLOPs", ylabel="loss (nats per token)")
     colors = _colors(points.parameters)

@@ -39,8 +39,8 @@ class Point:
 
 class Points:
     """Data points of n trained models, with an array [n] for each of parameters, tokens, FLOPs and loss. `left_out` has
-    lines that say which models are not included, and why. `trained_on` has the key "dataset" of train.json and the
-    context length of the runs, or is None for points from a file."""
+    lines that say which models are not included, and why. `trained_on` has the runs' "dataset" in train.json and their
+    context length, or is None for points from a file."""
 
     def __init__(
         self, points: Sequence[Point], left_out: Sequence[str] = (), trained_on: tuple[object, object] | None = None
