@@ -65,12 +65,12 @@ FORMATS = (".png", ".pdf", ".svg")
 @click.option("--json", is_flag=True, help="Print JSON.")
 @RUNS_DIR
 def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
-    """Fit scaling laws to the final validation losses of RUNS: names of
-    folders in runs/, or patterns like 'ladder-*'.
+    """Fit scaling laws to the final validation losses of RUNS: names of folders in --runs-dir, or patterns like
+    'ladder-*'.
 
-    Prints isoFLOP profiles (the best model size at each compute budget), power laws of the best size and of the number
-    of tokens it is trained on, and the law L(N, D) = E + A/N^alpha + B/D^beta, all with 95% intervals. Runs that have
-    not finished are named and left out.
+    Prints isoFLOP profiles (the best model size at each compute budget), power laws of the best size, of its number of
+    tokens and of its loss, and the law L(N, D) = E + A/N^alpha + B/D^beta, all with 95% intervals. Runs that have not
+    finished are named and left out.
     """
     from harness.common.files import check_writable
     from harness.scaling.data import CostLaw
@@ -161,7 +161,7 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, 
                 f"--predict {text}: its {key} is {json.dumps(mine)}, and that of the runs is {json.dumps(theirs)}, so "
                 f"their law does not hold for it; {remedy}"
             )
-    # If only the number of ranks decides the tokens of a step, a run that has begun has recorded its budget.
+    # If the tokens of a step depend on the number of ranks, only the budget that a run recorded when it began is known.
     wanted = stated_tokens(train, model)
     wanted = wanted or wanted_tokens(train.model_dump(mode="json"), RunRecord.read(run).recorded("budget"))
     if wanted is None:

@@ -5,7 +5,7 @@ of all models in one prompt, or each answer alone (--prompt).
 
 RESPONSES are files written by test_ift.py, or by the programs of Sebastian Raschka's book Build a Large Language Model
 (From Scratch) or of Giles Thomas's lab notebook (github.com/gpjt/ddp-base-model-from-scratch). Every answer of the
-judge is kept. If judging is stopped, the same command resumes it, and asks for no answer that has arrived again.
+judge is kept. If judging is stopped, the same command resumes it, and does not ask again for valid answers.
 """
 
 from __future__ import annotations

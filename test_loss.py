@@ -31,12 +31,12 @@ from harness.common.options import RUNS_DIR, Command
 @click.option(
     "--start-token",
     type=click.IntRange(min=0),
-    help="First token to measure on. Default: 0, or 50,000,000 if a validation split has more tokens.",
+    help="First token to measure on. Default: 0, or 50,000,000 if a validation split has a batch after that token.",
 )
 @click.option(
     "--batches",
     type=click.IntRange(min=1),
-    help="Number of batches. Default: all, or at most 3,200 if a validation split has more than 50,000,000 tokens.",
+    help="Number of batches. Default: all, or at most 3,200 if a validation split has a batch after token 50,000,000.",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=6, show_default=True, help="Sequences per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
