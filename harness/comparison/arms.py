@@ -72,7 +72,7 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         if isinstance(settings, Inconclusive):
             unknown.append(f"{record.name}: an arm of its own; its replicates are unknown, because {settings.reason}")
         by_settings.setdefault((record.name,) if isinstance(settings, Inconclusive) else settings, []).append(record)
-    first_runs: dict[str, list[RunRecord]] = {}  # of each arm, by settings without SURROUNDINGS and precision
+    first_runs: dict[str, list[RunRecord]] = {}  # each arm's first, by settings without SURROUNDINGS, precision
     parts = [(key[0], part) for key, members in by_settings.items() for part in _by_precision(members)]
     for shared, members in sorted(parts, key=lambda part: records.index(part[1][0])):
         by_seed: dict[str, str] = {}
@@ -187,7 +187,7 @@ def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | 
             return Inconclusive(
                 "random_seed changes nothing in it: initial_weights are given, drop_rate is 0 and shuffle is false"
             )
-        # A relative path begins at the run's folder, so that runs with equal paths may have different files.
+        # A relative path is relative to the run's folder: runs with equal paths may have different files.
         try:
             train["initial_weights"] = os.path.realpath(record.directory.path / str(weights))
         except ValueError:  # a NUL or half of a surrogate pair, in an edited file

@@ -30,7 +30,7 @@ from harness.runs.throughput import peak_flops
 NATS = "nats/token"
 MONEY, COUNT = "money", "count"  # number styles: amounts down to fractions of a cent; counts such as 163M
 LESS, MORE = True, False  # values of lower_is_better
-# Quantities whose reported numbers can be compared only within one source.
+# Quantities whose reported numbers can be compared only if they are from the same source.
 SCORES = {"train_loss", "validation_loss", "test_loss", "instruction_score"}
 MEASURED_BY: dict[type[Result], str] = {
     LossResult: "no result of test_loss.py",

@@ -260,7 +260,7 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
         model, train = load_model_config(run.model_json), load_train_config(run.train_json)
         wanted = train.model_dump(include={*BUDGETS})
         had = {key: summary.train.get(key, value) for key, value in wanted.items()}
-        if had["min_train_tokens"] == -1 and (wanted["min_train_tokens"] or -1) > 0:  # it has read the whole split
+        if had["min_train_tokens"] == -1 and (wanted["min_train_tokens"] or -1) > 0:  # the run has read the whole split
             had["min_train_tokens"] = summary.tokens_seen
         if had["min_train_tokens"] == wanted["min_train_tokens"] == -1 and summary.train.get("epochs") != train.epochs:
             return True
