@@ -109,5 +109,5 @@ def _parse(path: Path, content: bytes) -> Iterator[Record]:
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line and not (line.startswith(LINE_START) or LINE_START.startswith(line)):
             raise UserError(f"{path}:{number}: not a judge's answer; give --cache another file")
-        with suppress(ValidationError):  # the line was cut off by a kill
+        with suppress(ValidationError):  # the line was cut off or damaged
             yield Record.model_validate_json(line)

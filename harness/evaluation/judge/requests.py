@@ -50,7 +50,7 @@ class JudgeSettings:
     base_url: str = OPENAI_URL
     timeout: float = 120.0  # seconds, for a single try of a request
     repeats: int = 1  # times that each answer is judged
-    attempts: int = 5  # most times that a prompt is sent until the answer is valid, and most tries of each request
+    attempts: int = 5  # most requests for a valid answer to one prompt, and most tries of each of these requests
     parallel: int = 8  # requests at a time
     seed: int = 0  # of the order in which the judge sees the models' answers, and of the bootstrap resamples
     prompt: str = TOGETHER  # or a key of prompts.ALONE
