@@ -254,7 +254,7 @@ def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, J
         rows = config.microbatch_size
         while rows > there and "microbatch_size" not in given:
             rows //= 2
-        # halves of an odd number may not divide a global batch
+        # `rows` may not divide a global batch, if it was halved and the number before was odd.
         rows = next(size for size in range(rows, 0, -1) if all(each % size == 0 for each in config.global_batches))
         changes["microbatch_size"] = rows
         changes["validation_batches"] = min(config.validation_batches or 1, max(1, there // rows))

@@ -89,9 +89,10 @@ def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
 
 def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, float]]:
     """Return the start, in seconds since 1970, and the duration, in seconds, of each attempt of earlier sweeps to train
-    the run, from its sweep.log. Attempts of a sweep that was killed have no duration there. They share the seconds by
-    which `recorded`, the seconds in the run's own records, exceeds the logged durations. The last of them gets its part
-    first. None gets more than the time until the next attempt began, or until now."""
+    the run, from its sweep.log. The log has no duration of an attempt whose sweep was killed. `recorded` is the number
+    of seconds in the run's own records. Attempts without a duration share the seconds that `recorded` has beyond the
+    logged durations, the last attempt first. None gets more than the time until the next attempt began, or until now.
+    """
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     begins: list[float] = []
@@ -121,7 +122,7 @@ def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, 
     dollars = seconds = end = 0.0
     for status in statuses:
         own, price = earlier_attempts(status.run, status.seconds), status.run.train_config.price_per_hour or 0.0
-        if status.dollars and status.seconds:  # the price may have been another one then
+        if status.dollars and status.seconds:  # train.json's price may have changed since
             price = 3600 * status.dollars / status.seconds
         in_sweeps = cost(sum(duration for _, duration in own), price)
         by_run[status.run.name] = max(status.dollars, in_sweeps)
