@@ -112,7 +112,8 @@ def _fit_parabola(points: Points, members: np.ndarray) -> Profile:
         design = np.column_stack([design, compute - compute.mean()])
     coefficients, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
     root = np.linalg.cholesky(np.linalg.pinv(design.T @ design)[:3, :3])
-    freedom = len(members) - int(rank)  # rank: less than the columns if FLOPs follow from size
+    # The rank is less than the number of columns if the FLOPs follow from the size.
+    freedom = len(members) - int(rank)
     squares = float(np.sum((y - design @ coefficients) ** 2)) if freedom else 0.0
     return Profile(float(np.exp(compute.mean())), members, coefficients[:3], middle, root, squares, freedom)
 
