@@ -161,7 +161,7 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, 
                 f"--predict {text}: its {key} is {json.dumps(mine)}, and that of the runs is {json.dumps(theirs)}, so "
                 f"their law does not hold for it; {remedy}"
             )
-    # If the tokens of a step depend on the number of ranks, only the budget that a run recorded when it began is known.
+    # If the budget's tokens depend on the number of ranks, they are known once the run has begun and recorded them.
     wanted = stated_tokens(train, model)
     wanted = wanted or wanted_tokens(train.model_dump(mode="json"), RunRecord.read(run).recorded("budget"))
     if wanted is None:

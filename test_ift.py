@@ -156,8 +156,8 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
 
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     """Ask the judge to score the answers in the responses file `path`, print the scores, and write them to the run if
-    `path` is in its folder. Raises RunError if the judge cannot be used or did not score every answer, and RunStopped
-    after Ctrl-C."""
+    `path` is in its folder. Keeps the judge's answers in judgements.jsonl beside `path`. Raises RunError if the judge
+    cannot be used or did not score every answer, and RunStopped after Ctrl-C."""
     from harness.evaluation.judge.report import judge_and_report
     from harness.evaluation.judge.requests import OPENAI_URL, JudgeSettings
 
