@@ -98,8 +98,8 @@ def by_basis(values: Sequence[Values]) -> ByBasis:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Heading of a column and source of its numbers. `measure` returns a run's own number or its measurements, or the
-    reason why it has none, or None if it is not recorded. `report` selects the number that others reported: it is the
+    """Heading of a column and source of its numbers. `measure` returns a run's own number, its measurements, the reason
+    why it has none, or None if the number is not recorded. `report` selects the number that others reported: it is the
     name of a figure in reported.json, the name of a property of `Reported`, or a function that computes the number. It
     is "" if others report no such number."""
 

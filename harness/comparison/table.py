@@ -205,9 +205,10 @@ def machine_of(record: RunRecord) -> str | None:
 
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
-    """Return a column for each setting with more than one value: keys of model.json and train.json (attention: the
-    kernel that was used), then the dataset's content, the machine, torch and the precision. A missing value does not
-    count as another value, because runs of an earlier version lack some keys."""
+    """Return a column for each setting with more than one value. Settings are the keys of model.json and train.json,
+    then the dataset's content, the machine, torch and the precision; for the key "attention", the value is the kernel
+    that was used. A missing value does not count as another value, because runs of an earlier version lack some keys.
+    """
     settings: list[dict[str, Any]] = []
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping) and "sha256" in split]

@@ -79,8 +79,9 @@ class Arm:
 @dataclass(frozen=True)
 class Difference:
     """Mean loss of an arm (runs that differ only in the seed) minus the mean loss of the baseline, in nats. Negative if
-    the arm is better. `training`, `text` and `total` estimate this difference with the noise of one kind, or of both
-    kinds. Each is Inconclusive, with the reason, if that noise is not known; `total` leaves out unknown text noise."""
+    the arm is better. `training` and `text` estimate this difference with one kind of noise each, and `total` with both
+    kinds. An estimate whose noise is not known is Inconclusive, with the reason; `total` leaves out unknown text noise.
+    """
 
     value: float
     training: LossEstimate | Inconclusive  # other seeds, the same text
@@ -120,8 +121,8 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     - The arm and the baseline have two runs or more each: Welch's interval for training noise. Text noise is added if
       it is known.
     - The arm or the baseline has a single run: the spread over seeds is pooled from all arms that have replicates, and
-      the sentence says so. If the arm of the single run is 4 times as noisy as the others, the 95 % interval contains
-      the true difference in 65 % of experiments if the other arm has 3 runs, and in 40 % if it has 20.
+      the sentence says so. With a single run of an arm 4 times as noisy as the others, the 95 % interval contains the
+      true difference in 65 % of experiments if the other arm has 3 runs, and in 40 % if it has 20 runs.
     - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
       the interval of the difference that these trained models would have on other text, if text noise is known.
     - The arm or the baseline has no run, or a loss that is not finite: inconclusive, and `difference` is None.
