@@ -57,8 +57,8 @@ class JudgeSettings:
 
     @classmethod
     def choose(cls, model: str, base_url: str | None, **others: Any) -> JudgeSettings:
-        """Return settings for the judge `model` at `base_url`. If that is None, the address is that of the environment
-        variable OPENAI_BASE_URL or, if it is not set, OpenAI's. Raises UserError if the address or the name is not
+        """Return settings for the judge `model` at `base_url`. If `base_url` is None, the address is that in the
+        environment variable OPENAI_BASE_URL, or else OpenAI's. Raises UserError if the address or the name is not
         valid."""
         if not model or not is_unicode(model):
             raise UserError(f"the judge: {quoted(model)} is not the name of a model; give one like {NOTEBOOK_JUDGE}")
