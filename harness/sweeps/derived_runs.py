@@ -194,10 +194,10 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
     """Return the run that `derive` returns. If `changes` name other datasets that are in `datasets_dir`, also fit the
-    run to them: set their vocabulary size (unless the model's is this size, or larger by fewer than PADDING tokens),
-    and a microbatch size and a number of validation batches or sequences that the validation splits can fill. Turn
-    validation off if a dataset has no validation split. If the train splits are too short for the training that the
-    base's train.json asks for, train on all that they have, with `warmup_steps` lowered to a tenth of the steps if it
+    run to them: set the model's vocab_size to theirs (unless it is equal, or larger by fewer than PADDING tokens), and
+    lower the microbatch size and the number of validation batches or sequences to what the validation splits can fill.
+    Turn validation off if a dataset has no validation split. If the train splits are too short for the training that
+    the base's train.json asks for, train on all their tokens, with `warmup_steps` lowered to a tenth of the steps if it
     is more. `changes` take precedence.
 
     Raises UserError like `derive`, and also if the dataset is too short.

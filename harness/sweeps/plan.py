@@ -41,7 +41,7 @@ class Status:
     state: StateWord
     said: str = ""
     dollars: float = 0.0
-    seconds: float = 0.0  # for which the run was trained, as it records; 0 if it records nothing
+    seconds: float = 0.0  # that training has taken so far, as the run records; 0 if it records nothing
 
     @property
     def needs_training(self) -> bool:
@@ -108,9 +108,9 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """Return one entry for CUDA_VISIBLE_DEVICES for each GPU that this process may use: the variable's own entries if
-    it is set, otherwise the indices of all GPUs. Return an empty list without a GPU driver, or if the variable hides
-    all GPUs."""
+    """Return an entry of CUDA_VISIBLE_DEVICES for each GPU that this process may use: the variable's own entries if it
+    is set, otherwise the indices of all GPUs. Return an empty list without a GPU driver, or if the variable hides all
+    GPUs."""
     names = gpu_names()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not names or visible is None:
