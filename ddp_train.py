@@ -173,6 +173,7 @@ class Trainer:
             with self.prepared.clock.phase("validation"):
                 text = self.evaluations.sample()
             self.reporter.sample(text, state)
+        state.has_diverged |= is_skipping  # not before: a stop in an evaluation must not make the next process end here
         if "checkpoint" in due:
             self.checkpointer.save(state, planned=True)
             self.reporter.checkpoint(state)
@@ -183,9 +184,7 @@ class Trainer:
         if due:  # an evaluation may have compiled more
             self.compile_cache.save()
         is_reported = due & {"report", "validation", "benchmarks"}  # perhaps by an earlier process
-        # The state can also have diverged by steps that an earlier process skipped, which continuing forgives.
-        is_far_above = state.has_diverged and state.above_level_since is not None
-        has_diverged = is_skipping or (is_reported and config.stop_if_diverged and is_far_above)
+        has_diverged = is_skipping or (is_reported and config.stop_if_diverged and state.has_diverged)
         if has_diverged and step != position.last_step:
             raise RunStopped(DIVERGED)
 
@@ -204,9 +203,7 @@ class Trainer:
             patience = max(LEAST_PATIENCE, math.ceil(PATIENCE * self.prepared.position.total_steps / interval))
             self.state.follow_level(patience=patience, interval=interval)
             self.reporter.training(metrics, self.state, self.optimizer_step.learning_rate)
-            is_skipping = metrics.skipped_in_a_row >= config.max_skipped_steps
-            self.state.has_diverged |= is_skipping
-            return is_skipping
+            return metrics.skipped_in_a_row >= config.max_skipped_steps
 
 
 def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -> None:

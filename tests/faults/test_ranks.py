@@ -110,11 +110,18 @@ def test_skipped_steps_at_the_end_and_before_a_change(shop: Workshop) -> None:
     shop.train(early.name, prelude=infection.prelude(range(3, 6)), expect=4)
     shop.train(early.name)
     assert not json.loads((early / "summary.json").read_text())["has_diverged"]
+    signal_in_validation = "before(EVALUATION, tell(15), rank=0, step={})\n"
     told = shop.add_run("told", **settings | {"report_interval": 1, "validation_interval": 8})
-    signal_in_validation = "before(EVALUATION, tell(15), rank=0, step=8)\n"
-    shop.train(told.name, prelude=infection.prelude(range(6, 9)) + signal_in_validation, expect=143)
+    shop.train(told.name, prelude=infection.prelude(range(6, 9)) + signal_in_validation.format(8), expect=143)
     shop.train(told.name)
     assert not json.loads((told / "summary.json").read_text())["has_diverged"]
+    # The training loss is not finite in those steps either, so that it is far above its lowest value.
+    steps = {"min_train_tokens": 64 * 2 * 44, "report_interval": 1, "validation_interval": 28, "max_skipped_steps": 10}
+    lost = shop.add_run("lost", **SETTINGS | steps)
+    losses = "around(FORWARD, lambda original, *a: original(*a) * (torch.nan if 18 < Now.step < 29 else 1))\n"
+    shop.train(lost.name, prelude=FAULTS + losses + signal_in_validation.format(28), expect=143)
+    shop.train(lost.name)
+    assert not json.loads((lost / "summary.json").read_text())["has_diverged"]
 
 
 @pytest.mark.fault("a loss that is not finite", "null in the metrics; best does not move")
