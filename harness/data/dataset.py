@@ -24,7 +24,7 @@ from harness.common.messages import REASON_CHARACTERS, nearest, quoted
 
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
-LONGEST_HUB_NAME = 96  # characters (the Hub's limit); file systems allow 255, enough for a draft folder's name, too
+LONGEST_HUB_NAME = 96  # characters (the Hub's limit); the longer name of a draft folder stays below file systems' 255
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_TOKENS = 4096
 
@@ -117,8 +117,8 @@ class TokenFile:
         distances, each of FINGERPRINT_SAMPLE_TOKENS tokens.
 
         In practice, files that differ in tokenization, shuffle or selection of documents have different fingerprints.
-        Changes between the samples that keep the length do not change the fingerprint. Computing it takes milliseconds
-        for 20 GiB.
+        A change between the samples is not noticed if the length stays the same. Computing a fingerprint takes
+        milliseconds for 20 GiB.
         """
         digest = hashlib.sha256(f"{self.dtype} {len(self)}".encode())
         for at in np.linspace(0, max(0, len(self) - FINGERPRINT_SAMPLE_TOKENS), FINGERPRINT_SAMPLES).astype(int):
@@ -273,9 +273,10 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
 def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     """Raise UserError if the split holds a token id for which the model has no embedding, because training would fail.
 
-    The message names the file, the token id, and the vocab_size that the whole dataset needs. The first call scans the
-    whole file, unless the file's dtype cannot hold an id beyond the vocabulary. The result is saved in
-    DATASETS_DIR/.scans, never in the dataset's folder, which may be the user's own.
+    The message names the file, the token id, and the vocab_size that the whole dataset needs. If the id is beyond the
+    vocabulary in meta.json, too, the message says instead that the file is damaged. The first call scans the whole
+    file, unless the file's dtype cannot hold an id beyond the vocabulary. The result is saved in DATASETS_DIR/.scans,
+    never in the dataset's folder, which may be the user's own.
     """
     tokens = dataset.split(split)
     if vocab_size > np.iinfo(tokens.dtype).max:  # the dtype cannot hold a larger token id, so no scan is needed

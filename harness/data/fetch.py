@@ -47,9 +47,9 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
     """Raise UserError if a dataset is not on this machine and `ensure_dataset` could not obtain it, or if the dataset's
     folder is incomplete. Downloads nothing.
 
-    If the dataset would be downloaded from the Hub, and `ask_hub` is true, ask the Hub for the dataset's list of files,
-    which must have those of `splits`, and raise UserError, too, if a dataset of this name is being prepared. If
-    `ask_hub` is false, make no network call, and assume that the Hub has the dataset.
+    If the dataset would come from the Hub and `ask_hub` is true, request its list of files from the Hub, and raise
+    UserError also as `list_dataset_files` does. If `ask_hub` is false, make no network call, and assume that the Hub
+    has the dataset.
     """
     if is_present(datasets_dir, name, splits):
         return

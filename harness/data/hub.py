@@ -85,8 +85,8 @@ def _partial_folder(folder: Path) -> Path:
 
 def _fetch(work: HubWork, partial: Path, splits: Sequence[str]) -> None:
     """Delete the files in `partial` that this download cannot use, download the files that `partial` lacks, verify all
-    files, and rename `partial` to `work.folder`. Raises UserError if the list of files cannot be read, if the disk has
-    too little space, or if a file cannot be downloaded."""
+    files, and rename `partial` to `work.folder`. Raises UserError as `list_dataset_files` does, if the disk has too
+    little space, or if a file cannot be downloaded."""
     hide_bars_from_files()
     revision, files = list_dataset_files(work, splits)
     wanted = {partial / file.rfilename: file.size or 0 for file in files}
@@ -137,7 +137,8 @@ def _alone_in(partial: Path) -> Iterator[None]:
 
 def _leaving_at_once(name: str) -> AbstractContextManager[None]:
     """Let SIGINT and SIGTERM end the process immediately during the `with` body, if this is the main thread and they
-    are not ignored. By itself, huggingface_hub would first finish its current files, which can be gigabytes.
+    are not ignored. Without this function, huggingface_hub would first finish its
+    current files, which can be gigabytes.
 
     A download can be ended at any moment, because the dataset's final folder does not exist until it is complete.
     """

@@ -22,7 +22,7 @@ from harness.data.order import hash64
 
 NGRAM = 13  # tokens
 COPIED_SHARE = 0.5  # a document is a copy if more than this share of its 13-grams occurs in the other text
-MOST_NGRAMS = 2**23  # about the most 13-grams that are looked for; of a longer text, those with the smallest hashes
+MOST_NGRAMS = 2**23  # about the most 13-grams that are looked for: of a longer text, those with the smallest hashes
 MOST_LOOKUP_BITS = 26
 READ_TOKENS = 2**20
 BLOCK_TOKENS = 2**16  # hashed at once; few enough to stay in the processor's cache

@@ -284,7 +284,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
 
     backend: Any = Backend(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # Training takes time quadratic in the longest word, as of an encoded image, and cannot be interrupted.
+    # Training takes time quadratic in the longest word (an encoded image, for example), and cannot be interrupted.
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -196,8 +196,8 @@ def _tokenize(
 ) -> None:
     """Write the tokens of documents that may go into the validation or test split to `pool` (none if --split-order is
     `given`), and the tokens of all other documents to `text`. Call `show`, which reports the progress, after each
-    batch. The last document is the one with which `most` is reached. The rest of its batch is not written, but its
-    empty and excluded documents are counted.
+    batch. The last document is the one with which `most` is reached. The rest of its batch is not written, but all
+    empty and excluded documents of the batch are counted.
 
     The journal (the work folder's record of what is done) is saved after every COMMIT_TOKENS tokens, at the end, and if
     UserError, RunError or KeyboardInterrupt ends this function. The work can be resumed from the last save.

@@ -4,7 +4,7 @@ the results are returned in the order of the text.
 The batches, and so the tokens, depend only on the text, never on the number of workers.
 
 Threads could be used instead of processes, because tiktoken releases the GIL. But two threads reached at most 0.6 of
-the speed of two processes (docs/LOG.md), because they wait for each other inside the library. For a small text, one
+the speed of two processes (docs/LOG.md), because threads wait for each other inside the library. For a small text, one
 thread encodes while the main thread reads, because a thread starts faster than a process.
 """
 
@@ -36,7 +36,7 @@ from harness.data.tokenizers import Tokenizer, load_tokenizer
 BATCH_CHARACTERS = 2**20
 BATCH_PIECES = 4096
 LONGEST_PIECE = 2**20  # characters; longer texts are cut
-CUT_SEARCH = 2**16  # characters before LONGEST_PIECE that are searched for a place between words to cut at
+CUT_SEARCH = 2**16  # characters: the last part of a piece, in which a place between words is looked for to cut at
 
 
 @dataclass(frozen=True)

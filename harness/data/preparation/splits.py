@@ -150,8 +150,8 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
     """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0. The
     last documents are the validation split, and the documents before them are the test split.
 
-    If the number of documents of a split is 0 after rounding (as for a single book), the splits are ranges of tokens
-    whose shares are shares of the bytes (an end-of-text token counts as one byte; with --split-order given, every token
+    If the number of documents of a split is 0 after rounding (as for a single book), each split is a range of tokens
+    that has its share of the bytes (an end-of-text token counts as one byte; with --split-order given, every token
     does). Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split would have
     no text at all.
     """
@@ -211,7 +211,7 @@ def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
     if first + len(texts) == stream.size.tokens:
         while texts and not texts[-1].strip():
             texts.pop()
-        texts = texts[:-1]  # the last text of the stream is in this token
+        texts = texts[:-1]  # the token left out here has the stream's last text
     return next((at for at, text in enumerate(texts, first + 1) if text.endswith("\n")), start)
 
 

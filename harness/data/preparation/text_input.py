@@ -130,7 +130,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
     standard error names some of the folder's other files, links to folders and broken links. Hidden files and folders
     are neither read nor named. A file that is given by name or matches a glob is read in any case, as plain text if its
     suffix is not that of a known format. A file that is named several times, also by different paths, is read once.
-    Raises UserError if a pattern matches no file.
+    Raises UserError if there is no file to read for a pattern.
     """
     found: dict[str, Path] = {}
     ignored: list[str] = []
@@ -271,7 +271,7 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
     """
     try:
         # pydantic_core is faster than json and needs a third of the memory. From a line of 100 MB that contains one
-        # emoji, json would make a string of 4 bytes per character, and do so twice.
+        # emoji, json would make two strings of 4 bytes per character.
         text = pydantic_core.from_json(line, cache_strings="none")[form.text_column]
         if isinstance(text, str):
             return text
