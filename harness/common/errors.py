@@ -130,8 +130,8 @@ def one_line_errors() -> Iterator[None]:
         KeyboardInterrupt         the signal's name and how to continue, once per machine      128 + signal
         any other, in a rank      the traceback, because it is a bug                          1
 
-    If standard output or standard error was closed before Python started (sys.stdout or
-    sys.stderr is None), it is replaced by /dev/null.
+    If standard output or standard error was closed before Python started (sys.stdout or sys.stderr is None), it is
+    replaced by /dev/null.
 
     SystemExit is not caught. Exceptions of the last row are caught only in a process that a launcher started. If there
     are several ranks, this process exits here even after a normal end of the body.

@@ -29,8 +29,8 @@ MOST_COMPILERS = 32  # most processes that compile kernels for a rank; torch's o
 def configure_libraries() -> None:
     """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS, unless the user has set them.
 
-    This rank compiles kernels in as many processes as its share of the usable cores, because the other ranks of this
-    machine compile at the same time, but in at most MOST_COMPILERS.
+    Each rank gets an equal share of the usable cores, because all ranks of this machine compile at the same time. It
+    compiles kernels in one process per core of its share, but in at most MOST_COMPILERS processes.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
