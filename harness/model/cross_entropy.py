@@ -1,4 +1,4 @@
-"""Mean next-token cross-entropy computed from the head's input, without ever holding all the logits in memory.
+"""Mean next-token cross-entropy computed from the head's input, with the logits of only one chunk in memory.
 
 At GPT-2's vocabulary the logits of one 1,024-token sequence are 206 MB in fp32, and torch's cross-entropy keeps several
 copies of them, so that the logits, not the transformer, limit the size of a microbatch. Here the head and the loss run
@@ -25,12 +25,12 @@ from torch.autograd.function import once_differentiable
 
 # Number of logits in a chunk: enough for efficient matrix products, and small in memory compared to everything else.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
-# Largest number of rows in an fp16 chunk. The chunk's part of the weight's gradient is a matrix product to which each
-# row adds at most 1 times a feature, and which must stay below fp16's limit of 65,504. Loss scaling cannot help, since
-# the scale is applied after this product.
+# Largest number of rows in an fp16 chunk. The chunk's part of the weight's gradient is a matrix product, which must
+# stay below fp16's limit of 65,504. Each row adds at most 1 times a feature to the product. Loss scaling cannot help,
+# since the scale is applied after this product.
 FP16_ROWS = 2**14
-# Tile size of the hardware's matrix units. Chunks have a multiple of TILE rows. On a GPU and in compiled code, the
-# head's weight is padded to such a multiple.
+# Tile size of the hardware's matrix units. If possible, chunks have a multiple of TILE rows. On a GPU and in compiled
+# code, the head's weight is padded to such a multiple.
 TILE = 128
 INPUTS = 7  # number of inputs of the custom operation
 # Number of logits on which `eager_kernel` works at once. On a CPU it is per thread, and small enough for the caches; on

@@ -35,8 +35,8 @@ FORMATS = {  # the values of options that each format can represent; options tha
 
 def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
     """Return, for each format, the keys of model.json that would have to change so that the format could represent the
-    model, each with the value or values that it would need, as text. The list is empty for a format that can represent
-    the model as it is. Formats with the shortest lists come first."""
+    model, each with the value or values that the format needs, as text. The list is empty for a format that can
+    represent the model as it is. Formats with the shortest lists come first."""
     like_gpt2 = {"n_kv_heads": (None, shape.n_heads), "head_dim": (None, shape.emb_dim // shape.n_heads)}
     missing = {}
     for name, options in FORMATS.items():
