@@ -158,8 +158,8 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x_BxTxC: Tensor, rotation: Rotation | None, values_BxTxK: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
-        """Return the output, (B, T, C). `rotation` is None if the model has no RoPE, `values_BxTxK` if the layer has
-        no value embeddings, and `cache` if `x_BxTxC` holds whole sequences."""
+        """Return the output, (B, T, C). Pass None as `rotation` if the model has no RoPE, as `values_BxTxK` if the layer
+        has no value embeddings, and as `cache` if `x_BxTxC` holds whole sequences."""
         q_BxTxQ, k_BxTxK, v_BxTxK = self.qkv(x_BxTxC).split(self.qkv_sizes, dim=-1)
         if self.value_mix is not None:
             v_BxTxK = self.value_mix(v_BxTxK, values_BxTxK)
@@ -328,7 +328,7 @@ def computes_in_groups(x_RxC: Tensor) -> bool:
     """Return True to compute the experts with `grouped_experts`: when compiling, or on a GPU with gradients, but never
     in fp64. Return False to compute them with `experts_one_by_one`.
 
-    `experts_one_by_one` reads the number of rows of each expert, which waits for the GPU, or breaks the graph when
+    To read the number of rows of each expert, `experts_one_by_one` waits for the GPU, or breaks the graph when
     compiling. On the CPU, and for the few tokens of a generation step, it is as fast as `grouped_experts`. torch has no
     grouped product in fp64.
     """
@@ -450,9 +450,9 @@ class GPTModel(nn.Module):
         """Initialize as GPT-2 does (Radford et al. 2019, section 2.3): weights are normal with standard deviation 0.02,
         biases are zero.
 
-        The standard deviation of projections into the residual stream is divided by √(2·n_layers), because each layer
-        has two of them; with "zero_residual" these projections start at zero. The bigram embedding always starts at
-        zero.
+        The standard deviation of projections into the residual stream is divided by √(2·n_layers), because each block
+        adds to the stream twice; with "zero_residual" these projections start at zero. The bigram embedding always
+        starts at zero.
         """
         modules = list(self.modules())
         into_residual: set[nn.Module] = {each.out_proj for each in modules if isinstance(each, CausalSelfAttention)}

@@ -176,7 +176,7 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
     if len(looking) + makes != 1 or (makes and not (inputs and output_dir)):
         raise UserError("give INPUT and OUTPUT_DIR, or --verify DIR, or --describe DIR (see --help)")
     if options["public"] and not options["push_to_hub"]:
-        raise UserError("--public belongs with --push-to-hub OWNER/NAME; give both or neither")
+        raise UserError("--public belongs with --push-to-hub OWNER/NAME")
     mode = looking[0] if looking else "from_bin" if options["from_bin"] else ""
     source = click.get_current_context().get_parameter_source
     names = {key: f"--{key.replace('_', '-')}" for key in options}  # as the user types them
@@ -214,9 +214,10 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
     """Make the dataset, or resume its interrupted preparation. Yield lines about its splits and vocabulary, and the
     commands that train on it. Raises the errors of `make_dataset`.
 
-    Also yield a remark if one document has more than a tenth of the training tokens. For a dataset made from text, also
-    yield a remark for each held-out split that has fewer than FEW_DOCUMENTS documents, or whose share of the text
-    differs by more than a tenth from the requested one.
+    Also yield a remark if one document is known to have more than a tenth of the training tokens. For a dataset made
+    from text, also yield a remark for each held-out split that has fewer than FEW_DOCUMENTS documents. Without
+    --split-order given, a held-out split whose share of the text differs by more than a tenth from the requested one
+    also gets this remark.
     """
     from harness.data.preparation.command import make_dataset
 
