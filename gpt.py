@@ -158,8 +158,8 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x_BxTxC: Tensor, rotation: Rotation | None, values_BxTxK: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
-        """Return the output, (B, T, C). Pass None as `rotation` if the model has no RoPE, as `values_BxTxK` if the layer
-        has no value embeddings, and as `cache` if `x_BxTxC` holds whole sequences."""
+        """Return the output, (B, T, C). Pass None as `rotation` if the model has no RoPE, as `values_BxTxK` if the
+        layer has no value embeddings, and as `cache` if `x_BxTxC` holds whole sequences."""
         q_BxTxQ, k_BxTxK, v_BxTxK = self.qkv(x_BxTxC).split(self.qkv_sizes, dim=-1)
         if self.value_mix is not None:
             v_BxTxK = self.value_mix(v_BxTxK, values_BxTxK)
