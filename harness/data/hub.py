@@ -60,8 +60,8 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
 
 def list_dataset_files(work: HubWork, splits: Sequence[str]) -> tuple[str, list[RepoSibling]]:
     """Return the repository's commit and its files. Raises UserError if they cannot be listed, if the repository lacks
-    one of `splits` or has no split at all (as a repository of text), or if the folder of the download holds unfinished
-    work of prepare_datasets.py on a dataset of the same name."""
+    one of `splits` or has no split at all (for example a repository of text), or if the folder of the download holds
+    unfinished work of prepare_datasets.py on a dataset of the same name."""
     revision, files = list_files(work)
     there = {file.rfilename for file in files} & {f"{each}.safetensors" for each in SPLITS}
     wanted = splits or ([] if there else ["train"])
@@ -85,8 +85,8 @@ def _partial_folder(folder: Path) -> Path:
 
 def _fetch(work: HubWork, partial: Path, splits: Sequence[str]) -> None:
     """Delete the files in `partial` that this download cannot use, download the files that `partial` lacks, verify all
-    files, and rename `partial` to `work.folder`. Raises UserError as `list_dataset_files` does, if the disk has too
-    little space, or if a file cannot be downloaded."""
+    files, and rename `partial` to `work.folder`. Raises UserError as `list_dataset_files` does, and also if the disk
+    has too little space or a file cannot be downloaded."""
     hide_bars_from_files()
     revision, files = list_dataset_files(work, splits)
     wanted = {partial / file.rfilename: file.size or 0 for file in files}

@@ -152,8 +152,8 @@ def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: 
 
 
 def _ngrams_by_document(file: TokenFile, eot_token: int, below: np.uint64) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes less than `below`, as uint64, of the 13-grams that lie within one document, and for each hash
-    the number of its document, as int32."""
+    """Hash the 13-grams that lie within one document. Return the hashes less than `below`, (hashes,) uint64, and the
+    number of each hash's document, (hashes,) int32."""
     ended = 0
     hashes, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int32)]
     for start in range(0, len(file), READ_TOKENS):

@@ -56,7 +56,8 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
     """Download a file of a dataset at one commit to `folder`, or to huggingface_hub's cache if `folder` is None, and
     return its path. An existing file with the right hash is not downloaded again. If the hash of an existing or
     downloaded file differs from the Hub's, the file is downloaded once more, and a line about it is printed. Raises
-    UserError if the file cannot be downloaded, or if its hash is still wrong (the file is then deleted)."""
+    UserError if the file cannot be downloaded, or if its hash is still wrong. The file, or its link in the cache, is
+    deleted in that case."""
     place: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
     for is_last in (False, True):  # force the second download; else a damaged copy in the cache would be used
         get = partial(huggingface_hub.hf_hub_download, work.name, file.rfilename, force_download=is_last, **place)

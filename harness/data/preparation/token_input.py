@@ -1,10 +1,10 @@
 """Token shards of other programs, imported as the splits of a dataset. A shard's file name contains its split.
 
-llm.c and modded-nanogpt write shards: a header of 256 int32 numbers, the first of which are a magic number, the version
-and the number of tokens, and then the tokens as uint16 or, for Llama 3, uint32 (https://github.com/karpathy/llm.c,
-dev/data/data_common.py, MIT). build-nanogpt saves NumPy arrays (https://github.com/karpathy/build-nanogpt, fineweb.py,
-MIT). nanoGPT writes uint16 without a header (https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so
-the file does not state the dtype.
+A shard of llm.c or modded-nanogpt begins with a header of 256 int32 numbers. The first three are a magic number, the
+version and the number of tokens. After the header, the tokens are uint16 or, for Llama 3, uint32
+(https://github.com/karpathy/llm.c, dev/data/data_common.py, MIT). build-nanogpt saves NumPy arrays
+(https://github.com/karpathy/build-nanogpt, fineweb.py, MIT). nanoGPT writes uint16 without a header
+(https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so the file does not state the dtype.
 
 The number of documents is the number of end-of-text tokens. nanoGPT writes an end-of-text token after each document;
 the other programs write one before each document.
