@@ -46,8 +46,8 @@ class RunFile(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_schema(cls, raw: Any) -> Any:
-        """Return the object without the key "$schema", which tells editors where the file's schema is and is not part
-        of the configuration. Raises ValueError if its value is not a string."""
+        """Return the object without the key "$schema", which only tells editors where the file's schema is. Raises
+        ValueError if the key's value is not a string."""
         if not isinstance(raw, dict) or SCHEMA_KEY not in raw:
             return raw
         if not isinstance(raw[SCHEMA_KEY], str):

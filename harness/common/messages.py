@@ -47,8 +47,8 @@ def quoted(value: Any) -> str:
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """Return the name in `known` that `name` was probably meant to be, or None if there is none. A known name matches
-    if it differs from `name` by a typing error, or if `name` leaves out or abbreviates some words of the
-    known name.
+    if it has the same letters in another order. It also matches if its similarity to `name` is at least ALIKE, and if
+    it differs by one letter or has every word of `name`, perhaps unabbreviated or spelled differently.
 
     A known name that lacks a word of `name` does not match: `min_lr_ratio` does not match `mlp_ratio`, which may be
     another program's key with another meaning.
