@@ -299,7 +299,7 @@ def fused_kernel(
 def _compiled_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float
 ) -> None:
-    """Run the compiled `fused_kernel`. It is compiled once, for any number of rows above 1."""
+    """Run the compiled `fused_kernel`. Calls with different numbers of rows above 1 share one compilation."""
     for tensor in (logits_RxW, targets_R, losses_R):  # mark_dynamic is documented, but only under this private name
         torch._dynamo.mark_dynamic(tensor, 0)
     # torch.compile compiles once for each state of autograd's dispatch keys, and callers differ in this state. Without
