@@ -210,7 +210,7 @@ def waiting_experts(device: torch.device, precision: str) -> str | None:
         return None
     return (
         f"experts run slowly on {torch.cuda.get_device_name(device)} in {precision}: their matrix products wait for "
-        "the GPU six times per layer and microbatch (nine times with swiglu); in bf16 on H100, H200 and B200 they do not"
+        "the GPU six times per layer and microbatch (with swiglu nine times); in bf16 on H100, H200, B200 they do not"
     )
 
 
