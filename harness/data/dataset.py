@@ -274,9 +274,9 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     """Raise UserError if the split holds a token id for which the model has no embedding, because training would fail.
 
     The message names the file, the token id, and the vocab_size that the whole dataset needs. If the id is beyond the
-    vocabulary in meta.json, too, the message says instead that the file is damaged. The first call scans the whole
-    file, unless the file's dtype cannot hold an id beyond the vocabulary. The result is saved in DATASETS_DIR/.scans,
-    never in the dataset's folder, which may be the user's own.
+    vocabulary in meta.json, too, the message says that the file may be damaged. The first call scans the whole file,
+    unless the file's dtype cannot hold an id beyond the vocabulary. The result is saved in DATASETS_DIR/.scans, never
+    in the dataset's folder, which may be the user's own.
     """
     tokens = dataset.split(split)
     if vocab_size > np.iinfo(tokens.dtype).max:  # the dtype cannot hold a larger token id, so no scan is needed
@@ -285,17 +285,14 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     if largest < vocab_size:
         return
     needed = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
-    if dataset.meta.vocab_size and largest >= max(needed):
-        raise UserError(
-            f"{tokens.path}: damaged: token id {largest} is beyond the vocabulary of {max(needed)} in meta.json; "
-            "make or download the dataset again"
-        )
+    is_damaged = dataset.meta.vocab_size is not None and largest >= max(needed)
     for each in filter(dataset.has_split, ("train", "validation", "test")):
         with suppress(UserError):  # training reports an unreadable file when it opens the file
             needed.append(_remembered_largest(dataset, dataset.split(each)) + 1)
     raise UserError(
         f"{tokens.path}: token id {largest} is beyond the model's vocabulary of {vocab_size}; "
         f'set "vocab_size" in model.json to at least {max(needed)}, or use a dataset made with the model\'s tokenizer'
+        + (", unless the file is damaged: meta.json says that its ids are smaller" if is_damaged else "")
     )
 
 

@@ -89,7 +89,7 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
 
         `labels`, (B, T), are like `input_ids`, with -100 for tokens to ignore, and require `logits_to_keep` 0. The loss
         is the mean cross-entropy (nats) of the labels, each predicted from the tokens before it. Raises ValueError if
-        the longest row in the cache and the longest row of `input_ids` together exceed the context length.
+        a row has more tokens, with those in the cache, than the context length.
         """
         if use_cache and past_key_values is None:
             past_key_values = KeyValueCache()
@@ -99,8 +99,10 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
             order_BxT = visible_BxT.int().argsort(dim=1, descending=True, stable=True)  # moves padding to the end
             input_ids, places_BxT = input_ids.gather(1, order_BxT), order_BxT.argsort(dim=1)
             lengths = visible_BxT.sum(1).tolist()
-        seen = max(past_key_values.lengths, default=0) if past_key_values is not None else 0
-        longest, most = seen + max(lengths or [input_ids.shape[1]]), self.config.shape["context_length"]
+        rows, columns = input_ids.shape
+        cached = (past_key_values.lengths if past_key_values is not None else []) or [0] * rows
+        longest = max(map(sum, zip(cached, lengths or [columns] * rows, strict=True)))
+        most = self.config.shape["context_length"]
         if longest > most:
             raise ValueError(f"{longest:,} tokens are more than this model's context length, {most:,}")
         features_BxTxC = self.model.features(input_ids, lengths, past_key_values)

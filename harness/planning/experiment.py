@@ -343,11 +343,13 @@ class Experiment:
         windows = self.window_order(split_tokens).windows
         if min(windows) < 1:
             part = [*config.dataset_weights][windows.index(0)]
-            keys = "start_train_token or context_length" if config.start_train_token else "context_length"
+            after, keys = "", "context_length"
+            if config.start_train_token:
+                after = f'after its first {config.start_train_token:,} tokens (train.json: "start_train_token") '
+                keys = "start_train_token or context_length"
             raise UserError(
-                f"the train split of {part} is too short: after its first {config.start_train_token:,} tokens "
-                f'(train.json: "start_train_token") there is no sequence of {self.model.context_length:,} tokens and '
-                f"their targets; lower {keys}, or make the dataset of more text"
+                f"the train split of {part} is too short: {after}there is no sequence of {self.model.context_length:,} "
+                f"tokens and their targets; lower {keys}, or make the dataset of more text"
             )
         start, batches = config.start_train_token + done_tokens, self.batches(layout, done_tokens)
         available = self.available_tokens(split_tokens) - done_tokens

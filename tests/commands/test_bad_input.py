@@ -76,7 +76,7 @@ def test_a_misspelt_dataset_has_a_neighbor(shop: Workshop, name: str) -> None:
 
 def test_a_start_beyond_the_split(shop: Workshop) -> None:
     edit(shop, start_train_token=99_999)
-    refused(shop.attempt(), "but there are 0; lower start_train_token, min_train_tokens or the batch")
+    refused(shop.attempt(), "after its first 99,999 tokens", "no sequence of 16 tokens", "lower start_train_token")
 
 
 def test_runs_of_an_unquoted_pattern(shop: Workshop) -> None:
@@ -201,8 +201,12 @@ def test_keys(shop: Workshop, file: str, values: dict[str, Any], words: list[str
 IMPOSSIBLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("short", {"min_train_tokens": 10_000}, ["wanted 10,049 tokens", "there are 4,000", "lower min_train_tokens"]),
     ("late", {"start_train_token": 3900}, ["wanted 1,281 tokens", "there are 100", "start_train_token"]),
-    ("beyond", {"start_train_token": 9000}, ["there are 0"]),
-    ("all of nothing", {"start_train_token": 3990, "min_train_tokens": -1}, ["wanted 65 tokens", "there are 10"]),
+    ("beyond", {"start_train_token": 9000}, ["after its first 9,000 tokens", "no sequence of 16 tokens"]),
+    (
+        "all of nothing",
+        {"start_train_token": 3990, "min_train_tokens": -1},
+        ["first 3,990", "no sequence of 16", "lower start"],
+    ),
     ("validation", {"validation_batches": 16}, ["validation split", "wanted 513 tokens", "there are 500"]),
     ("late validation", {"start_val_token": 404}, ["validation split", "wanted 501", "there are 500"]),
     ("warm-up", {"warmup_steps": 21}, ["warmup_steps", "21 steps", "20 global steps"]),
@@ -282,7 +286,7 @@ DATASETS: list[tuple[str, Harm, list[str]]] = [
     ("int64", tokens(tokens=np.zeros(4000, np.int64)), ["train.safetensors", "1-D", "I64"]),
     ("float", tokens(tokens=np.zeros(4000, np.float32)), ["train.safetensors", "F32"]),
     ("2-D", tokens(tokens=np.zeros((40, 100), np.uint16)), ["train.safetensors", "1-D", "[40, 100]"]),
-    ("no tokens", tokens(tokens=np.zeros(0, np.uint16)), ["train split", "there are 0"]),
+    ("no tokens", tokens(tokens=np.zeros(0, np.uint16)), ["train split", "there is no sequence of 16 tokens"]),
     ("no train", lambda folder: (folder / "train.safetensors").unlink(), ["incomplete", "train.safetensors"]),
     ("no validation", lambda folder: (folder / "validation.safetensors").unlink(), ["incomplete", "validation.safe"]),
     ("folder", make_a_folder,

@@ -111,7 +111,8 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
     for pattern in patterns:
         paths = matching_files(pattern)
         if Path(pattern).is_dir():
-            paths = [path for path in Path(pattern).iterdir() if path.suffix.lower() in TOKEN_SUFFIXES]
+            inside = Path(pattern).iterdir()
+            paths = [path for path in inside if path.suffix.lower() in TOKEN_SUFFIXES and not path.is_dir()]
         if not paths:
             raise UserError(f"{pattern}: no .bin or .npy files here; give a folder that has some, or a glob in quotes")
         found |= set(paths)
