@@ -54,7 +54,8 @@ class Ranking(NamedTuple):
 
 def read_ranking() -> Ranking:
     """Return the ranking that the launcher's environment variables give, or that of a single process if none is set.
-    Raises UserError if a variable is missing or not a number, or if the variables contradict one another."""
+    Raises UserError if a variable is missing, if one other than MASTER_ADDR is not a whole number, if MASTER_PORT is
+    not in 1 .. LARGEST_PORT, or if the first four variables contradict one another."""
     given = [name for name in COUNTS if name in os.environ]
     if not given:
         return Ranking()

@@ -60,7 +60,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     timeout is BACKSTOP_SECONDS longer than `timeout_seconds`, the watchdog's. Returns a second process group, on the
     CPU, whose timeout is long enough for any work of another rank, and a store with a connection of its own for the
     watchdog. Raises RunError or PeerError if a rank does not join or cannot be reached, and RunError if another process
-    has the port.
+    has the port. If the ranks have met but NCCL or gloo does not connect them in time, ends this process.
     """
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if here.world_size == here.local_world_size and loopback:  # one machine; the user's settings have precedence
@@ -71,9 +71,9 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
     # NCCL's own monitor would otherwise abort after 480 s, before the watchdog, with pages of C++ stack frames.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
-    # torchrun starts all ranks at the same time, after its agents on all machines have met. A rank that does not come
-    # has been refused or lost, perhaps with its machine, whose launcher cannot end the ranks here. Without a launcher,
-    # people may start ranks by hand.
+    # torchrun starts all ranks at the same time, after its agents on all machines have met. So a rank that does not
+    # come soon has been refused or lost. If it is on another machine, the launcher there cannot end the ranks here, so
+    # they wait less. A single launcher ends all ranks itself. Without a launcher, people may start ranks by hand.
     has_other_launchers = here.world_size != here.local_world_size and is_launched()
     patience = timedelta(seconds=timeout_seconds + STARTING_SECONDS) if has_other_launchers else timeout
     text = (
@@ -91,7 +91,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
             store = _open_store(patience)
             restart_id = agree_on_restart_id(store, here.rank, here.world_size, patience.total_seconds())
         except RunError as error:
-            if has_other_launchers:
+            if has_other_launchers:  # torchrun must not start the ranks of this machine again
                 end_for_good(error.exit_status)
             raise
         finally:

@@ -100,8 +100,8 @@ class Progress:
 
     def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
         """Create the progress of a rank that has passed no milestone. `record()` marks the end of the work given to the
-        device so far, and returns a function that returns True once the device has passed this mark, such as a
-        DeviceMark. `record` is None if the main thread does the computation itself (on a CPU)."""
+        device so far. It returns a function, such as a DeviceMark, that returns True once the device has passed the
+        mark. `record` is None if the main thread does the computation itself (on a CPU)."""
         self._record = record
         self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a method
         self._reached = Milestone("the start", [-1, 0], False, time.monotonic())
@@ -243,7 +243,7 @@ class Watchdog:
 
     def start(self, store: Any, size: int, barrier: Callable[[], object]) -> None:
         """Start the threads that watch `size` ranks. The ranks exchange heartbeats through `store`. `barrier` must
-        return only after every rank has called it, because the store then holds the first heartbeat of every rank.
+        return only after every rank has called it, so that the store then holds the first heartbeat of every rank.
         Collective."""
         keys = [f"heartbeat/{rank}" for rank in range(size)]
         self._send = lambda heartbeat: store.set(keys[self.rank], heartbeat.encode())
