@@ -97,8 +97,9 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
 
 
 def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
-    """If the newest whole checkpoint in the mirror is of a later step than the one in the run's folder, fetch it, with
-    its metrics and results and the best checkpoint. Return its name, or None if no checkpoint was fetched.
+    """If the newest whole checkpoint in the mirror is of a later step than the one that the run would continue from
+    here, fetch it, with its metrics and results and the best checkpoint. Return its name, or None if no checkpoint was
+    fetched.
 
     `check` raises UserError if the checkpoint is not one of this run; it is called before anything is fetched. A
     damaged checkpoint in the mirror (a file is missing or does not have the hash that meta.json gives, or meta.json
@@ -144,7 +145,7 @@ def _without_own_aside(run: RunDirectory, files: dict[str, int]) -> dict[str, in
 
 def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
     """Return the name of the checkpoint that the run would continue from, if it is damaged here and is among the
-    mirror's `files`, or else None."""
+    mirror's `files`, or else None. If it is, print a note. Raises UserError as `choose_start` does."""
     start = choose_start(run.checkpoints, None)
     if start is None or f"checkpoints/{start.name}/{META}" not in files:
         return None
@@ -179,11 +180,11 @@ def _bring_checkpoint(
     run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta, damaged: str | None
 ) -> bool:
     """Fetch a checkpoint and all that belongs to it, and set the links `latest` and `best`. Return False if it is
-    damaged in the mirror. `damaged` names a checkpoint that is damaged here: if a whole copy is fetched, it is moved to
-    a folder below `aside/`.
+    damaged in the mirror. `damaged` names a checkpoint that is damaged here: once a whole copy has been fetched, the
+    damaged one is moved to a folder below `aside/`.
 
-    The checkpoint gets its name after all other files have been fetched. If the process is killed before that, the next
-    one fetches what is missing; if it is killed later, nothing is missing.
+    The checkpoint gets its name after all other files have been fetched. If this process is killed before that, the
+    next process fetches what is missing; if it is killed later, no file is missing.
     """
     best = name if meta.best_step == meta.global_step else None
     if best is None:  # a checkpoint of that step that was set aside has no meta.json
@@ -297,9 +298,9 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> No
 
 
 def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, int], meta: CheckpointMeta) -> None:
-    """Replace the run's summary and chart by those in the mirror, unless these describe later steps than `meta`, which
-    were set aside. If there is another summary here, moves it, and the chart, to a folder below `aside/`. Raises
-    RunError if the mirror cannot be read, or if a move fails."""
+    """Replace the run's summary and chart by those in the mirror, unless the mirror's summary is damaged or describes
+    steps after those of `meta`. Unless the summary here is equal to the new one, it is first moved, with the chart, to
+    a folder below `aside/`. Raises RunError if the mirror cannot be read, or if a move fails."""
     wanted = [path for path in (run.summary, run.chart) if path.name in files]
     contents = {path: retried(mirror, partial(mirror.read, path.name)) or b"" for path in wanted}
     try:

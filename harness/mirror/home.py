@@ -38,9 +38,9 @@ POLL_SECONDS = 10.0
 
 
 def describe_runs(url: str) -> list[str]:
-    """Return a line for each run at `url`: its name, its newest whole checkpoint, its size in GB, and who trains it. If
-    there are no runs, return one line that says so. Raises UserError as `open_mirror` does, and RunError if reading
-    fails later."""
+    """Return a line for each run at `url`: its name, its newest whole checkpoint, the size of all its files in GB, and
+    the machine that trains it. If there are no runs, return one line that says so. Raises UserError as `open_mirror`
+    does, and RunError if reading fails later."""
     mirror = open_mirror(url, "", writes=False)
     lines = []
     for name in retried(mirror, mirror.runs):
@@ -64,11 +64,12 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
     """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. model.json,
     train.json, results and compiled code are not replaced if they are there. Summary, chart and metrics are replaced
-    unless the run here is ahead of the mirror's or is being trained; for metrics, see `_may_replace_metrics`.
+    unless the run here has a later checkpoint than the mirror or is being trained; for metrics, see also
+    `_may_replace_metrics`. The mirror's owner.json is written into the run's lock file.
 
-    Raises UserError as `open_mirror` does, if there is no such run, or if the run here is another experiment or is the
-    mirror itself. With weights, also raises UserError if another process uses the run, or as `bring` does. Raises
-    RunError if the mirror cannot be read.
+    Raises UserError as `open_mirror` and `refuse_if_set_aside` do, if there is no such run, or if the run here is
+    another experiment or is the mirror itself. With weights, also raises UserError if another process uses the run, or
+    as `bring` does. Raises RunError if the mirror cannot be read.
     """
     mirror = open_mirror(url, name, writes=False)
     files = _files_of(mirror)
@@ -112,10 +113,9 @@ def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
-    """Return True if the mirror's metrics, `content`, may replace the run's: if there is no checkpoint here, or if
-    `content` has the same lines up to the newest checkpoint here, from which training would resume. Returns False if
-    `content` has nothing that the file here lacks, and, with a note to the user, if its lines differ. Raises UserError
-    if the checkpoint's meta.json cannot be read."""
+    """Return True if the mirror's metrics, `content`, may replace the run's. Without a checkpoint here they always may.
+    Otherwise return False if the file here begins with `content`, or, with a note to the user, if the two differ in the
+    lines up to the newest checkpoint here. Raises UserError if that checkpoint's meta.json cannot be read."""
     here, checkpoints = run.metrics.read_bytes() if run.metrics.exists() else b"", list_checkpoints(run.checkpoints)
     if not checkpoints:
         return True

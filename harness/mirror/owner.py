@@ -122,9 +122,9 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
     for which it was silent. Return None and 0 if the run has no owner, or if the owner is the machine with the id
     `own`.
 
-    With `own`, if the store says when files were written, the silence is measured by the store's clock alone, for which
-    a file is written and deleted. Otherwise the owner's clock is compared with this machine's, so the seconds can be
-    negative. Raises the errors of the store.
+    With `own`, if the store says when files were written, the silence is measured by the store's clock alone. To read
+    that clock, a file is written and deleted. Otherwise the time in owner.json (1970 if it has none) is compared with
+    this machine's clock, so the seconds can be negative. Raises the errors of the store.
     """
     owner = _parse(mirror.read(OWNER))
     if owner is None or (own is not None and owner.get("id") == own):
@@ -164,8 +164,9 @@ def remembered(run: RunDirectory) -> dict[str, Any]:
 
 
 def remember(run: RunDirectory, **values: Any) -> None:
-    """Add `values` ("id", see `own_id`; "bytes_per_second" of the last upload) to the hidden file of the run's folder,
-    with this host and folder. Raises OSError if the file cannot be written."""
+    """Add `values` to the hidden file KEPT in the run's folder, with the host's name and the folder's path. Their keys
+    are "id" (see `own_id`) and "bytes_per_second" (of the last upload). Raises OSError if the file cannot be written.
+    """
     here = {"host": socket.gethostname(), "folder": str(run.path.resolve())}
     known = {**remembered(run), **here, **values}
     replace_text(run.path / KEPT, json.dumps(known) + "\n")

@@ -31,7 +31,7 @@ def mirror_url(experiment: Experiment, options: TrainOptions) -> str | None:
 
 
 def refuse_own_folder(url: str, run: RunDirectory) -> None:
-    """Raise UserError if the folder of a run in the mirror is the run's own folder or lies in it."""
+    """Raise UserError if the run's copy in the mirror at `url` would be the run's own folder, or a folder in it."""
     folder = Path(url.removeprefix("file://")) / run.path.name
     if url.startswith("file://") and folder.resolve().is_relative_to(run.path.resolve()):
         raise UserError(f"mirror {url}: is the folder of the run itself, which is lost with the machine; give another")
@@ -41,9 +41,9 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
     """Return what training would find in the run's mirror, or None if the run has no mirror. `checkpoint` is the
     command's CHECKPOINT; with it or --restart, training does not continue from a checkpoint in the mirror.
 
-    Without --plan, a file is written there as a trial and deleted. Raises UserError as `mirror_url` and `open_mirror`
-    do, if the mirror holds another experiment, or if the datasets cannot be opened. Raises RunError if reading the
-    mirror fails later.
+    Without --plan, a file is written there as a trial and deleted. Raises UserError as `mirror_url`, `open_mirror` and
+    `newer_in_mirror` do, if the mirror holds another experiment, or if the datasets cannot be opened. Raises RunError
+    if reading the mirror fails later.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -65,9 +65,8 @@ def connect(
     newer than the run's own. Return the mirror and the lease, or None if the run has no mirror. If another machine has
     the lease, --wait waits for it, and --take-over takes it.
 
-    Raises UserError as `mirror_url`, `open_mirror` and `Lease.take` do, if the mirror holds another experiment, or if
-    all checkpoints there are damaged and the run has none here. Raises RunError if the mirror cannot be read or
-    written.
+    Raises UserError as `mirror_url`, `open_mirror`, `Lease.take` and `bring` do, or if the mirror holds another
+    experiment. Raises RunError if the mirror cannot be read or written.
     """
     url = mirror_url(experiment, options)
     if url is None:

@@ -41,7 +41,7 @@ class Uploads:
     run).
 
     Without a mirror (None), the methods that training calls do nothing. All public methods are called on rank 0's main
-    thread, except `send_now`, which any thread may call.
+    thread, except two: any thread may call `send_now`, and during training only the uploading thread calls `push`.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class Uploads:
         return [*(path.name for path in self._wanted() if path.name not in self._whole | self.damaged), *changed]
 
     def push(self) -> None:
-        """Send everything that has changed, once, and delete what `keep_checkpoints` does not keep. The first call also
-        calls `_set_aside`. Raises LeaseLost if another machine has taken the run, and the errors of the store."""
+        """Send everything that has changed, once, and delete old checkpoints (see `_prune`). The first call also calls
+        `_set_aside`. Raises LeaseLost if another machine has taken the run, and the errors of the store."""
         if self.lease is not None:
             self.lease.check()
         there = self.mirror.files()
@@ -264,9 +264,10 @@ class Uploads:
 
     def _set_aside(self, there: dict[str, int]) -> None:
         """Rename the meta.json of checkpoints later than the step that this process continues from, so that no machine
-        continues from them: the run was set back to an earlier step, or they are damaged. Their other files stay. Then
-        move measurements after that step to RESULTS_ASIDE, and delete summary and chart, each if the run's folder no
-        longer has it. Removes these files from `there`, the sizes of the mirror's files."""
+        continues from them: the run was set back to an earlier step, or they are damaged. Their other files stay. If
+        there are such checkpoints, delete summary and chart. Also move measurements of later checkpoints to
+        RESULTS_ASIDE. Summary, chart and measurements that the run's folder still has are left alone. Removes these
+        files from `there`, the sizes of the mirror's files."""
         stale: set[str] = set()
         for name in names_in(there):
             if step_of(name) > self.start_step and f"checkpoints/{name}/{META}" in there:
