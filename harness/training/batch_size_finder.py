@@ -418,7 +418,7 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
     number of ranks.
     """
     config, tokens = experiment.config, min(data.lengths("train"))
-    # All passes that `epochs` allows count. One token more is the last target.
+    # All passes that `epochs` allows count. The last token is only a target, so it is subtracted below.
     there = experiment.available_tokens(data.lengths("train"))
     if undivided := [size for size in config.global_batches if size % world.size]:
         key = "batch_ramp" if config.batch_ramp else "global_batch_size"

@@ -51,9 +51,9 @@ from harness.training.zero1 import StatePartition
 MACHINE = Place(0, "machine")  # of the watchdog, for all measurements
 SECONDS = 2.0  # for each rate of a device
 ROUNDS = 3  # a rank is reported if it is slow in this many measurements in a row
-# A rank is slow if a rate of its device is below this part of the median of all ranks. Copies from the host's memory
-# also vary with the processor on which the rank happens to run, so their part is smaller; a link with half its lanes is
-# still slower than that.
+# A rank is slow if a rate of its device is below this fraction of the median of all ranks. Copies from the host's
+# memory also vary with the processor on which the rank happens to run, so their fraction is smaller. A link with half
+# its lanes is still below it.
 SLOW = {"products": 0.9, "copies": 0.9, "from_host": 0.6}
 NAME_CHARACTERS = 24  # of a device in the table
 EXCHANGE_SECONDS = 0.5  # for each size of all-reduces
@@ -318,7 +318,7 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
     """Return the different sizes of DDP's buckets in bytes, in ascending order. By default, the first bucket has 1 MiB
     and the others 25 MiB; `bucket_mb` sets the size of all. The gradient of the token embedding, in fp32, has a bucket
-    of its own if it is larger. Without an experiment, it is that of GPT-2 small."""
+    of its own if it is larger. Without an experiment, the embedding of GPT-2 small is assumed."""
     bucket_mb = experiment.config.bucket_mb if experiment else None
     bucket = 2**20 * (bucket_mb or 25)
     vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)

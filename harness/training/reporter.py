@@ -126,10 +126,10 @@ class Reporter:
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
         """Print the number of global steps that are left, and the tokens of a step. For a new run, also print the
         number of parameters, the devices, the precision and the initial weights' file. For a run that continues from
-        the checkpoint `saved`, also print the checkpoint's name, the parts of it that are used if another program wrote
-        it, the settings that have changed, and the precision if it has changed or a faster one is possible. If the
-        attention kernel is not torch's own choice, or was not when the checkpoint was saved, also print the kernel. If
-        there are several machines, also print where rank 0 writes the results."""
+        the checkpoint `saved`, also print the checkpoint's name and the settings that have changed. If another program
+        wrote the checkpoint, print which parts of it are used. If the precision has changed or a faster one is
+        possible, print the precision. If the attention kernel is not torch's own choice, or was not when the checkpoint
+        was saved, print the kernel. If there are several machines, print where rank 0 writes the results."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"

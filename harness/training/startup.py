@@ -54,8 +54,8 @@ class PreparedRun(Plan):
 
     def state(self, world: World) -> TrainState:
         """Return the TrainState that training starts with: the checkpoint's, or a new one if there is no checkpoint. If
-        the batch, the kernels or the machine have changed, the speed is measured anew from here on. Best and last
-        validation loss are dropped if later losses are not comparable with them."""
+        the batch, the kernels or the machine have changed, the speed is measured anew from here on. Best, lowest and
+        last validation loss are dropped if later losses are not comparable with them."""
         if self.meta is None:
             return TrainState()
         state = self.meta.state()
@@ -75,9 +75,9 @@ def prepare(
     Collective.
 
     `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none.
-    `options` gives --restart and the options of the mirror. If torchrun has restarted this process, `checkpoint` and
-    --restart are ignored, because the first start has applied them. The seconds and dollars that the checkpoint records
-    are added to `clock`. Raises UserError or RunError, with a remedy, if a check fails.
+    `options` gives --restart and the options of the mirror. If torchrun has restarted this process after training had
+    begun, `checkpoint` and --restart are ignored, because the earlier start has applied them. The seconds and dollars
+    that the checkpoint records are added to `clock`. Raises UserError or RunError, with a remedy, if a check fails.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)

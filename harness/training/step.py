@@ -190,8 +190,8 @@ class OptimizerStep:
         self.forget_gradients()
         if self.device.type == "cuda":
             # The optimizer's state would otherwise be put into blocks that activations need again in each step.
-            # Training would then need up to a GiB more than a microbatch search, which has no warm-up, measures
-            # (ddp_train.py -f).
+            # Training would then need up to a GiB more than the search for a microbatch measures (ddp_train.py -f),
+            # because the search has no warm-up.
             torch.cuda.empty_cache()
 
     def forget_gradients(self) -> None:
@@ -206,7 +206,8 @@ class OptimizerStep:
 
         Either all ranks run the compiled model or none. If compiling fails on any rank, and train.json's `compile` is
         true, raises UserError on all ranks. If it is "auto", all ranks train without compilation, and rank 0 prints a
-        note. The machine of a rank may lack a tool that compiling needs; its model is then not to be compiled.
+        note. The same holds if any rank's machine lacks a tool that compiling needs. Errors with another cause, such as
+        a lack of memory, are raised unchanged on the rank where they occur.
         """
         failure = None if is_compiled(self.bare_model) else "a machine has no C compiler or no Python.h"
         try:
@@ -249,9 +250,9 @@ def build_training_step(
     """Return the OptimizerStep of an experiment. Its model has new weights, drawn from torch's global generator, and
     uses the kernels that `config` selects. It is wrapped in DistributedDataParallel if `world` has several ranks.
 
-    The watchdog guards `place` while the ranks exchange the weights. `config` is the experiment's
-    train.json, in which the precision is resolved (not "auto") and scaled values have replaced the ones given. Some
-    settings act on the whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
+    The watchdog guards `place` while the ranks exchange the weights. `config` is the experiment's train.json, in which
+    the precision is resolved (not "auto") and scaled values have replaced the ones given. Some settings act on the
+    whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
     """
