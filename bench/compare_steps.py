@@ -344,8 +344,8 @@ def peers_loss(program: str, config: ModelConfig) -> Any:
 
 
 def contend() -> None:
-    """Run one rank of the program named in sys.argv[1] on the run directory in sys.argv[2], and write the times
-    of its steps to standard output (see `take_turns`)."""
+    """Run one rank of the program named in sys.argv[1] on the run directory in sys.argv[2], and write the times of its
+    steps to standard output (see `take_turns`)."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output must not be read as an answer
     name, run, turns = sys.argv[1], Path(sys.argv[2]), take_turns(answers)

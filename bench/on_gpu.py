@@ -61,8 +61,9 @@ STAGE = "from bench.on_gpu import run_stage; run_stage()"
 
 
 def run_stages(bench: Workbench, stages: list[str], seconds: float) -> bool:
-    """Run each stage in its own process, one after another. Kill a stage after its LIMIT_SECONDS (240 if it is not
-    listed) times `seconds` / SECONDS. Return True if all succeeded."""
+    """Run each stage in its own process, one after another, and record its status. Before a stage, remove its earlier
+    rows; after it, its runs. Kill a stage after its LIMIT_SECONDS (240 if it is not listed) times `seconds` / SECONDS.
+    Return True if all succeeded."""
     statuses: list[int | str] = []
     for stage in stages:
         own = replace(bench, stage=stage)

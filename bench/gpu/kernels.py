@@ -113,17 +113,17 @@ def measure_attention(bench: Workbench) -> None:
 
 
 def share_dropped(rate: float, heads: int = 512, size: int = 64) -> float:
-    """Return the share of attention weights that dropout actually drops. It is counted on 2 million weights, so its
-    standard deviation is 0.0002. All weights are equal and the values are an identity matrix, so the output is zero
-    where a weight was dropped."""
+    """Return the share of attention weights that dropout actually drops. By default it is counted on 2 million weights,
+    so its standard deviation is 0.0002. All weights are equal and the values are an identity matrix, so the output is
+    zero where a weight was dropped."""
     zeros = torch.zeros(1, heads, size, size, device=DEVICE, dtype=torch.bfloat16)
     identity = torch.eye(size, device=DEVICE, dtype=torch.bfloat16).expand(1, heads, size, size).contiguous()
     return (F.scaled_dot_product_attention(zeros, zeros, identity, dropout_p=rate) == 0).float().mean().item()
 
 
 def measure_loss(bench: Workbench) -> None:
-    """Record time and speed of the output head and the loss alone, compiled as in training, forward and
-    backward under bf16 autocast, by the number of logits in a chunk."""
+    """Record the time of the output head and the loss alone, in all and per token, by the number of logits in a chunk:
+    forward under bf16 autocast and backward, compiled as in training."""
     model, train = bench.shipped()
     vocab, width = model["vocab_size"], model["emb_dim"]
     rows, exponents = train["microbatch_size"] * model["context_length"], (12, 14) if bench.tiny else (27, 28, 29, 30)
@@ -145,9 +145,9 @@ def measure_loss(bench: Workbench) -> None:
 
 
 def measure_nanogpt(bench: Workbench) -> None:
-    """Record the time of a training step of nanoGPT's model (bench/references.py), as nanoGPT trains it and as
-    ddp_train.py does, in turns: compiled, in bf16, without dropout, with the fused AdamW and clipping. The batch is
-    that of the shipped run, and random."""
+    """Record the times of a training step by nanoGPT (its model is in bench/references.py) and by ddp_train.py with a
+    model of the same shape, in turns: compiled, in bf16, without dropout, with the fused AdamW and clipping. The batch
+    has the size of the shipped run's microbatch, and random tokens."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT does; no product here is in fp32
     keys, changes = {"drop_rate": 0.0, "tie_weights": True, "qkv_bias": True}, {"clipping_max_norm": 1.0}
     bench.add_run("nanogpt", keys, {**changes, "compile": not bench.tiny})

@@ -60,9 +60,9 @@ def measure_search(bench: Workbench) -> None:
 
 
 def measure_continue(bench: Workbench) -> None:
-    """Check that a killed run and a stopped run, continued by the same command, end bit for bit with the weights of an
-    uninterrupted run, and record for each run whether it does. The runs have dropout, Muon, sharded state and
-    accumulation."""
+    """Record whether a killed run and a stopped run, continued by the same command, end bit for bit with the weights of
+    an uninterrupted run. If one does not, the stage fails. The runs have dropout, Muon, sharded state and accumulation.
+    """
     steps = 20 if bench.tiny else 60
     train: Row = {"microbatch_size": 4, "gradient_accumulation_steps": 2, "train_steps": steps, "deterministic": True}
     train |= {"report_interval": 1, "checkpoint_interval": steps // 5, "validation_interval": steps // 2}

@@ -23,7 +23,7 @@ DATASET = "local/zipf"
 ZIPF_EXPONENT = 1.2
 TOKENS = {False: {"train": 30_000_000, "validation": 4_000_000}, True: {"train": 6_500, "validation": 2_000}}
 STEPS = {False: 100, True: 16}
-# The shipped run for each kind of GPU, for all others, and the one with Muon and other options of docs/levers.md.
+# Shipped runs: by the kind of GPU; OTHERS for all other kinds; FAST, with Muon and other options of docs/levers.md.
 SHIPPED = {"A100 40GB": "8xa100m40", "A100 80GB": "8xa100m80", "B200": "8xb200m160"}
 OTHERS, FAST = "8xh100m80", "8xh100m80-fast"
 # Keys of the shipped runs that are replaced: data, amount of training, validation and checkpoints.
@@ -100,8 +100,8 @@ class Workbench:
         return self.work / "datasets"
 
     def shipped(self, *, fast: bool = False) -> tuple[Row, Row]:
-        """Return model.json and train.json of the shipped run for this machine's kind of GPU (of OTHERS if the kind is
-        unknown), or with `fast` of the run FAST. A rehearsal has a smaller model and microbatch."""
+        """Return model.json and train.json of the shipped run for this machine's kind of GPU (of OTHERS if SHIPPED does
+        not have the kind), or with `fast` of the run FAST. A rehearsal has a smaller model and microbatch."""
         device = find_device(self.device)
         run = self.shipped_runs / (FAST if fast else SHIPPED.get(device.name if device else "", OTHERS))
         model, train = (json.loads((run / f"{name}.json").read_text(encoding="utf-8")) for name in ("model", "train"))
