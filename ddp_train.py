@@ -95,9 +95,10 @@ class Trainer:
 
     def train(self) -> None:
         """Finish the work during which an earlier process was interrupted. Then run the remaining steps, and after each
-        step do the work that is due. If any rank has a reason to stop, save a checkpoint and raise RunStopped on every
-        rank. No checkpoint is saved if there is one of this step and no evaluation was interrupted. Collective. Raises
-        RunError as `after_step` does, or if a background save failed.
+        step do the work that is due. If any rank has a reason to stop, save a checkpoint, wait for the upload to the
+        mirror, and raise RunStopped on every rank. If there is a checkpoint of this step already, it is saved again
+        only if an evaluation was interrupted, or if a ceiling was reached before this process's first step. Collective.
+        Raises RunError as `after_step` does, or if a background save failed.
 
         From this call on, a signal does not end this process at once, and output that nobody reads is dropped.
         """
@@ -135,9 +136,9 @@ class Trainer:
             self.checkpointer.finish()
             self.reporter.stopped(request.reason, state)
             end_for_good(request.exit_status)
-            # All ranks wait for the upload, because torchrun ends all of them once the first one has exited. If it was
-            # itself asked to stop, it kills its ranks half a minute later. The loss of these ranks is no failure, since
-            # all is saved, so the watchdogs on rank 0's machine must not end the upload because of it.
+            # All ranks wait for the upload, because torchrun ends all of them once the first one has exited. A torchrun
+            # that was itself asked to stop kills its ranks half a minute later. Everything is saved by then, so the
+            # watchdogs on rank 0's machine must not report these ranks as gone and end the upload.
             EXIT.has_own_reason = self.world.rank == self.world.local_rank
             with suppress(PeerError):
                 self.world.on_rank0(self.prepared.uploads.finish)
@@ -158,7 +159,7 @@ class Trainer:
         is_skipping = False
         if "report" in due:
             is_skipping = self.report(step)
-        elif due:  # the other work would wait for a GPU that may be steps behind, which is time of training
+        elif due:  # a GPU may be steps behind, and the wait for it counts as training, not as the work below
             with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
         if "validation" in due:

@@ -33,7 +33,8 @@ def main() -> None:
 @main.command("list", cls=Command, short_help="Print the runs at URL.")
 @URL
 def list_runs(url: str) -> None:
-    """Print the runs at URL, each with its newest whole checkpoint, its size in GB, and the machine that trains it."""
+    """Print a line for each run at URL: its name, its newest whole checkpoint, the size of all its files in GB, and the
+    machine that trains it."""
     from harness.mirror.home import describe_runs
 
     for line in describe_runs(url):
@@ -49,8 +50,9 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
     Checkpoints, results and settings that are here already are kept. Summary, chart and metrics are replaced, unless
-    there is a newer checkpoint here than at URL, or the run is being trained here. Metrics that differ are kept or, if
-    a checkpoint is fetched, moved to aside/. If the fetched checkpoint is newer than those here, it becomes `latest`.
+    there is a newer checkpoint here than at URL, or the run is being trained here. Metrics that differ up to the newest
+    checkpoint here are kept or, if a checkpoint is fetched, moved to aside/. Checkpoints are fetched only if the newest
+    one at URL is newer than `latest` here, or replaces a damaged `latest`. It then becomes `latest`.
     """
     from harness.mirror.home import fetch_run
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh rented machine to a trained, measured and published model. docs/renting.md explains it. The script can be
-# run again at any point, on this machine or on a new one: what is done already is not done again.
+# run again at any point, on this machine or on a new one: it installs only what is missing, and a run that has begun
+# continues, without another search and check. Plan, test and publication are repeated.
 set -euo pipefail
 
 usage() {
@@ -77,8 +78,8 @@ is_being_trained() {
 }
 
 # If something has failed, first try to send the mirror what it lacks, for an hour at most; a signal ends the push, but
-# not this function. Then run COMMAND, unless another process trains the run, which COMMAND would end, or the model that
-# was to be published is on this machine alone, where COMMAND would delete it.
+# not this function. Then run COMMAND, with two exceptions: another process trains the run, and would end with the
+# rental; or --publish has not succeeded and there is no mirror, so that the model is on this machine alone.
 end_rental() {
     trap "" PIPE HUP # the terminal may be closed
     if ! is_being_trained && ! "$is_sent" && [ -n "$mirror" ]; then
