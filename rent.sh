@@ -9,8 +9,8 @@ usage() {
 Usage: ./rent.sh [OPTION]... RUN [DATASETS_DIR]
 
 Set up this machine, check it, print the plan of RUN, train RUN, measure its
-loss on the test split, and publish it. DATASETS_DIR [default: datasets] is
-relative to this script's folder.
+loss on the test split, and upload it (--publish). DATASETS_DIR [default:
+datasets] is relative to this script's folder.
 
   --processes N         ranks, one for each GPU  [default: all GPUs, or 1]
   --mirror URL          keep a copy of the run at URL, and continue from it on a

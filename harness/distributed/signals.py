@@ -106,7 +106,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 class SharedWork:
     """An evaluation in numbered pieces, such as the microbatches of a validation. A request to stop interrupts it. If
     `shared` is true, rank r of N does the pieces r, r + N, r + 2 N and so on; otherwise rank 0 does all pieces. `place`
-    names the evaluation for the watchdog, for RunStopped and for the checkpoint that follows it."""
+    names the evaluation in the watchdog's messages and, if it is interrupted, in RunStopped and meta.json."""
 
     world: World
     shared: bool

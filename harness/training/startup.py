@@ -145,7 +145,7 @@ def prepare(
 
 
 def find_unfinished_work(config: TrainConfig, position: Position, meta: CheckpointMeta | None) -> set[str]:
-    """Return the names (see `Position.due_after`) of the work after the checkpoint's last step that is still to be
+    """Return the names (see `Position.due_after`) of the work after the checkpoint's global step that is still to be
     done: because a request to stop interrupted an evaluation, or because this is the run's last step now, and was not
     when the checkpoint was saved. The run's budget may have been lowered since then."""
     if meta is None:
@@ -227,7 +227,7 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
         raise UserError(
             f"{run.checkpoints}: {host} has checkpoints up to step {found:,}, but rank 0 is on another machine, which "
             f"{f'has none after step {newest:,}' if newest >= 0 else 'has none'}: start rank 0 on {host}, or copy "
-            "them to rank 0's machine; to train without them, move them away there, or use --restart"
+            f"them to rank 0's machine; to train without them, move them away on {host}, or use --restart"
         )
 
 
