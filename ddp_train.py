@@ -152,7 +152,8 @@ class Trainer:
         Raises RunStopped on every rank if any rank is asked to stop during an evaluation. Unless this is the last step,
         also raises it if any rank was asked to stop before the checkpoint was saved, if the gradients of
         `max_skipped_steps` steps in a row were not finite, or, with `stop_if_diverged`, if the training loss has
-        diverged. Raises RunError on every rank as `Checkpointer.save` and `Checkpointer.check_weights` do.
+        diverged. Raises RunError on every rank as `Checkpointer.save` and `Checkpointer.check_weights` do, and on rank
+        0 alone if metrics.jsonl cannot be written.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = due or position.due_after(step, config)
@@ -191,7 +192,8 @@ class Trainer:
 
     def report(self, step: int) -> bool:
         """Wait for the device, then report the losses since the last report. Return True if the gradients of
-        `max_skipped_steps` steps in a row were not finite, which is a divergence. Collective."""
+        `max_skipped_steps` steps in a row were not finite, which is a divergence. Raises RunError on rank 0 if
+        metrics.jsonl cannot be written. Collective."""
         config = self.prepared.experiment.config
         with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):

@@ -106,7 +106,7 @@ class Player:
 
     def step(self) -> None:
         """Take one step on all ranks, and record the seconds of the slowest rank ("wall") and the sum of the ranks'
-        processor seconds ("processor"). Raises ClickException if a process has ended."""
+        processor seconds ("processor"). Raises ClickException if a process ends during the step."""
         for process in self.processes:
             print("step", file=process.stdin, flush=True)
         answers = []

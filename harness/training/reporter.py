@@ -339,9 +339,9 @@ def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
-    """Write the summary of a finished run from the run's last checkpoint, if the run's process ended before it could
-    write the summary. In that case summary.json is missing, or it has fewer tokens than the checkpoint, because it was
-    written before the user raised the run's budget.
+    """Write and print the summary of a finished run from the run's last checkpoint, if the run's process ended before
+    it could write the summary. In that case summary.json is missing, or it has fewer tokens than the checkpoint,
+    because it was written before the user raised the run's budget. Raises RunError if summary.json cannot be written.
 
     Writes nothing if summary.json is damaged or does not record its tokens. Also writes nothing if the checkpoint comes
     from the training program of Giles Thomas's lab notebook (harness/runs/upstream.py). Called only on rank 0, because
