@@ -33,7 +33,7 @@ class StopRequest:
     """Request to stop. `signal` is the number of the signal that asked for it, or 0 if there was none. `ceiling_at` is
     the time, by `time.monotonic`, at which max_hours or max_dollars is reached.
 
-    The handler only stores the signal's number, because a collective in it could run in the middle of another one.
+    The signal handler only stores the signal's number: a collective in the handler could interrupt another collective.
     """
 
     def __init__(self) -> None:
