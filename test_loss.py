@@ -71,7 +71,8 @@ def main(
     device = only_device()
     Precision.resolve(precision, device, place="--precision")
     for model in named:
-        check_weights_file(model.weights, model.config)
+        if model.weights.exists():  # else training has deleted the checkpoint meanwhile; see below
+            check_weights_file(model.weights, model.config)
     texts = [(model, held_out_texts(model, datasets_dir, **options)) for model in named]
     lost: list[str] = []
     measured: dict[tuple[str, str], list[TestLoss]] = {}  # a model that was named in two ways is measured once

@@ -309,7 +309,7 @@ def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, 
         is_stale = True
     if is_stale:
         contents = {}
-    if run.summary.exists() and run.summary.read_bytes() != contents.get(run.summary):
+    if run.summary.is_file() and run.summary.read_bytes() != contents.get(run.summary):
         run.set_summary_and_chart_aside(run.new_aside())
     for path, content in contents.items():
         with atomic_file(path) as draft:

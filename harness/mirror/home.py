@@ -199,6 +199,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
                 "brings it; to send the older state, use another URL"
             )
         uploads = Uploads(run, mirror, lease, keep=None, start_step=here[-1][0] if here else -1)
+        uploads.verify()
         uploads.push()
         if uploads.damaged:
             said = f"{run.path}: {abbreviated(sorted(uploads.damaged))}: damaged here, and not sent"

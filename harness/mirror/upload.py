@@ -25,6 +25,7 @@ from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, names_in, read_remote_met
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
+from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import BEST, LATEST, list_checkpoints, verify_checkpoint
 from harness.runs.directory import CACHE_SECRET, CHECKPOINT_NAME, RunDirectory
 from harness.runs.metrics import rough_duration
@@ -119,6 +120,16 @@ class Uploads:
         that this process has not sent, or that have changed since."""
         changed = [name for name, path in self._small_files() if self._versions.get(name) != version(path)]
         return [*(path.name for path in self._wanted() if path.name not in self._whole | self.damaged), *changed]
+
+    def verify(self) -> None:
+        """Find damaged checkpoints among the newest and the best one, so that `push` does not send them. Reads all
+        their files. (Training does not call it, because it has written the files itself.)"""
+        for path in self._wanted():
+            try:
+                if not read_meta(path).is_from_notebook:  # it has no hashes
+                    verify_checkpoint(path)
+            except (UserError, OSError):
+                self.damaged.add(path.name)
 
     def push(self) -> None:
         """Send everything that has changed, once, and delete old checkpoints (see `_prune`). The first call also calls

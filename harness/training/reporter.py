@@ -67,7 +67,7 @@ class Console:
         """Show the bar from now on, if standard error is a terminal. It is not shown earlier, because the messages of
         the start-up are printed directly and would break it."""
         # On a terminal that does not report its size, tqdm would show nothing.
-        if self.visible and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:
+        if self.visible and sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno())):
             # The numbers include the time left. tqdm's other fields would push the numbers off an 80-column screen.
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             self._bar = tqdm(total=self.total, initial=self._done, dynamic_ncols=True, bar_format=layout)

@@ -141,6 +141,16 @@ def test_a_finished_run_keeps_its_summary_when_its_damaged_checkpoint_is_fetched
     assert (run / "summary.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("store", ["store", "empty"])
+def test_a_damaged_checkpoint_is_not_pushed(first: InProcess, store: str) -> None:
+    weights = (first.runs / "r" / "checkpoints" / "latest").resolve() / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    result = first.command("mirror.py", "push", "r", f"file://{first.path.parent}/{store}")
+    assert (result.status, f"{weights.parent.name}: damaged here, and not sent" in result.stderr) == (2, True)
+    sent = first.path.parent / store / "r" / "checkpoints" / weights.parent.name / weights.name
+    assert not sent.exists() or sent.read_bytes() != weights.read_bytes()
+
+
 def test_a_best_checkpoint_that_is_damaged_here_alone_is_fetched_with_a_later_one(first: InProcess) -> None:
     run, best = first.runs / "r", names(first.runs / "r")[-1]
     second = add_machine(first.path.parent, "second", min_train_tokens=64 * 7, learning_rate=5.0)
