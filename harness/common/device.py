@@ -40,7 +40,8 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
     """
     if not torch.cuda.is_available():
         found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
-        if found and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and torch.version.cuda is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if found and visible not in ("", "-1") and torch.version.cuda is not None:
             try:
                 torch.cuda.init()
                 reason = "none is visible"
@@ -48,7 +49,8 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
                 reason = str(error).splitlines()[0].strip().rstrip(".")
             raise UserError(
                 f"{found[0]}: this machine has GPUs, but torch {torch.__version__} cannot use them: {reason}; "
-                f"update the driver, or install a torch build for it ({OTHER_TORCH}), or {ON_THE_CPU}"
+                + (f"correct CUDA_VISIBLE_DEVICES={visible}, or " if visible else "")
+                + f"update the driver, or install a torch build for it ({OTHER_TORCH}), or {ON_THE_CPU}"
             )
         return torch.device("cpu")
     count = torch.cuda.device_count()

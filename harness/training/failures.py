@@ -33,8 +33,12 @@ def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None
         if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        remedy = (
+            "lower it (ddp_train.py -f finds the largest that fits), and, unless global_batch_size or batch_ramp is "
+            "set, raise gradient_accumulation_steps to keep the global batch size"
+            if microbatch_size > 1
+            else "set activation_checkpointing, or make the model or its context_length smaller"
+        )
         raise RunError(
-            f"out of memory with microbatch_size {microbatch_size} in train.json ({reason}); lower it (ddp_train.py -f "
-            "finds the largest that fits), and, unless global_batch_size or batch_ramp is set, raise "
-            "gradient_accumulation_steps to keep the global batch size"
+            f"out of memory with microbatch_size {microbatch_size} in train.json ({reason}); {remedy}"
         ) from None

@@ -109,6 +109,13 @@ def test_success(ready_machine: Machine) -> None:
     assert "PATH" not in result.stdout, "uv is on the PATH already"
 
 
+def test_an_argument_installs_nothing(ready_machine: Machine) -> None:
+    environment = {"PATH": str(ready_machine.bin), "HOME": str(ready_machine.home)} | REQUIRED
+    result = subprocess.run([SCRIPT, "--help"], env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, "without arguments" in result.stdout) == (2, True)
+    assert not ready_machine.calls("curl")
+
+
 def test_a_second_run_downloads_nothing(ready_machine: Machine) -> None:
     ready_machine.run()
     before = (ready_machine.home / FONT).stat().st_mtime_ns

@@ -143,6 +143,9 @@ def test_a_run_that_stopped_shows_how_far_it_came(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").add_checkpoint(LATEST, "latest").train_to(0, 10, 49)
     table = table_of(run)
     assert column(table, "state").cells[0].text == "stopped, 50 %"
+    extended = RunFolder(tmp_path, "extended").finish()
+    extended.directory.train_json.write_text(json.dumps(extended.train | {"min_train_tokens": 10**6}))
+    assert column(table_of(extended), "state").cells[0].text == "stopped", "its summary has the share of another budget"
     values = row_of(table, "a")
     assert (values["tokens"], values["global_batch"]) == (6400, 8)
     assert (values["train_loss"], values["validation_loss"]) == pytest.approx((3.51, 3.61))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -283,6 +284,11 @@ def test_a_line_that_is_no_document(tmp_path: Path, line: str, message: str) -> 
     path.write_text(f"[\n{line}\n]")
     with pytest.raises(RunError, match="this is a JSON array; write one object a line"):
         read(path)
+
+
+def test_a_byte_order_mark_alone_is_no_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b"\n")
+    assert not read(tmp_path / "a.jsonl")
 
 
 # Pieces and batches ----------------------------------------------------------------------------------------------

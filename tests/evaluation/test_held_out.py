@@ -156,6 +156,19 @@ def test_a_split_that_is_shorter_than_a_batch_is_measured(shop: Workshop) -> Non
     measure(shop, "r", "--dataset", "me/short", "--batches", 1).refuses("too short")
 
 
+def test_results_stay_with_imported_models_but_not_with_other_weights(shop: Workshop, tmp_path: Path) -> None:
+    add_text(shop, "short", "gpt2", [5] * (4 * WINDOW + 1), 99, 64)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for name in ("model.json", "model.safetensors"):
+        shutil.copy(shop.runs / "fresh" / name, saved)
+    assert "Loss" in measure(shop, str(saved), "--dataset", "me/short").stdout
+    assert {path.name for path in saved.iterdir()} == {"model.json", "model.safetensors"}
+    (saved / "meta.json").write_text('{"imported_from": null}')
+    measure(shop, str(saved), "--dataset", "me/short")
+    assert list((saved / "results").iterdir())
+
+
 # Bits per byte -------------------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,18 @@ def test_parabolas_without_noise_come_back_exactly() -> None:
     assert isoflop.laws["parameters"].at(np.array([1e21])) == pytest.approx([best_of(1e21)])
 
 
+def test_flops_that_follow_from_the_size_take_no_degree_of_freedom() -> None:
+    random, points = np.random.default_rng(0), []
+    for flops in BUDGETS:
+        for number, part in enumerate((0.35, 1.0, 2.9)):
+            size, own = best_of(flops) * part, flops * 1.01**number
+            points += [
+                Point("", size, own / 6 / size, own, 3.0 + 0.06 * np.log(part) ** 2 + random.normal(0, 0.01))
+                for _ in range(3)
+            ]
+    assert {profile.freedom for profile in fitted(Points(points), least_sizes=3).profiles} == {9 - 3}
+
+
 def test_the_best_sizes_of_a_known_law_come_back() -> None:
     """The fitted best sizes are within 6 % of the law's. The profiles have sizes from a quarter to four times the best.
     The fit is not exact because the law's profiles are not parabolas."""

@@ -84,7 +84,10 @@ def test_a_real_run_that_reports_no_more_is_stopped_with_a_checkpoint(shop: Work
     words = [str(ROOT / "sweep_runs.py"), "run", str(shop.path / "s.json"), str(shop.datasets)]
     words += ["--runs-dir", str(shop.runs), "--max-dollars", "900"]
     done = finish([shop.fork(words, {}, FORK_PYTHONS + AFTER_THE_FIRST_REPORT)], expect=1, timeout=PATIENCE_SECONDS)
-    assert done.error_lines == ["error: 1 of 1 runs are left: max_dollars (900.00) is spent"]
+    (line,) = done.error_lines
+    assert line.startswith(
+        "error: 1 of 1 runs are left: max_dollars (900.00) is spent; to continue, raise the sweep's "
+    )
     assert "max_dollars (900.00) is spent: waiting for the checkpoints of s-seed1" in done.stdout.splitlines()
     stopped = re.search(r"stopped by SIGTERM after global step (\d+);", log_of(shop, "s-seed1"))
     assert stopped

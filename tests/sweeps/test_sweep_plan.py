@@ -116,6 +116,13 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
     assert [each.name for each in shop.runs.iterdir() if each.is_dir()] == ["base"]
 
 
+def test_a_dataset_that_is_not_here_is_remarked_on(shop: Workshop) -> None:
+    load(shop, set={"dataset": "local/elsewhere"}, vary={"random_seed": [1, 2]})
+    planned = " ".join(sweep_command(shop, "plan", str(shop.datasets)).stdout.split())
+    assert planned.count("note: ") == 1
+    assert "local/elsewhere" in planned.partition("note: ")[2]
+
+
 def test_runs_that_have_ended_need_less_disk(shop: Workshop) -> None:
     """A run that has ended keeps its best, its latest and `keep_checkpoints` other checkpoints. Only the runs that are
     being trained, one in each group, need two more. There is no remedy that is in force already."""
