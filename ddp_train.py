@@ -150,8 +150,8 @@ class Trainer:
         work.
 
         Raises RunStopped on every rank if any rank is asked to stop during an evaluation. Unless this is the last step,
-        also raises it if any rank was asked to stop before the checkpoint was saved, if the gradients of
-        `max_skipped_steps` steps in a row were not finite, or, with `stop_if_diverged`, if the training loss has
+        also raises it in three cases: after a checkpoint, if any rank has been asked to stop by then; if the gradients
+        of `max_skipped_steps` steps in a row were not finite; or, with `stop_if_diverged`, if the training loss has
         diverged. Raises RunError on every rank as `Checkpointer.save` and `Checkpointer.check_weights` do, and on rank
         0 alone if metrics.jsonl cannot be written.
         """

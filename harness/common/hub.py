@@ -1,5 +1,5 @@
 """Access to the Hugging Face Hub: list a repository's files, verify downloaded files, upload, and explain the Hub's
-errors to the user. Every request to the Hub goes through a `HubWork`.
+errors to the user. Every request for a repository goes through a `HubWork`. (Buckets are read by harness/mirror/.)
 """
 
 from __future__ import annotations

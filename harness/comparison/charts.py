@@ -88,8 +88,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     training losses if only these are enough for a curve. Losses that are not finite or not below LARGEST_LOSS do not
     count. A run is left out if its losses cannot be read, are fewer than LEAST_POINTS, or are not known to be measured
     on the text that most runs share. It is left out of a single chart if its losses have no place on the chart's axis.
-    Finished runs that differ only in the seed share a curve, which has the name of their arm in the comparison with the
-    run `baseline`. A run whose last loss does not count has a curve of its own, up to its last loss that counts, with
+    Finished runs that differ only in the seed share a curve. Its label is the name of their arm (see `find_arms`, which
+    gets `baseline`). A run whose last loss does not count has a curve of its own, up to its last loss that counts, with
     "diverged" in its label. A chart may have no curves; its `problems` then have the reasons."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason

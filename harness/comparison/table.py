@@ -293,9 +293,10 @@ def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_r
 
 
 def table_lines(table: RunsTable) -> Iterator[str]:
-    """Yield the table in lines of at most 80 characters (more for names that differ over a long part): one block of the
-    most important columns, the settings that differ, the texts of `below_lines`, the names of the columns not shown,
-    what the numbers were measured on, the remarks on cells (such as why one is empty), and the runs' problems."""
+    """Yield the lines of the table: one block of the most important columns, the settings that differ, the texts of
+    `below_lines`, the names of the columns not shown, what the numbers were measured on, the remarks on cells (such as
+    why one is empty), and the runs' problems. A line has at most 80 characters, unless the runs' names would look the
+    same if they were cut."""
     remarks: dict[str, int] = {}  # the number of each remark, by its text; the cells show the number
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, max(WIDTH - max(map(len, [*names, "run"])), LEAST_ROOM))

@@ -113,9 +113,10 @@ def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
-    """Return True if the mirror's metrics, `content`, may replace the run's. Without a checkpoint here they always may.
-    Otherwise return False if the file here begins with `content`, or, with a note to the user, if the two differ in the
-    lines up to the newest checkpoint here. Raises UserError if that checkpoint's meta.json cannot be read."""
+    """Return True if the mirror's metrics, `content`, may replace the run's: always if there is no checkpoint here.
+    With a checkpoint, return False if the file here begins with `content`. Also return False, and print a note, if the
+    two differ in the lines up to the newest checkpoint here. Raises UserError if that checkpoint's meta.json cannot be
+    read."""
     here, checkpoints = run.metrics.read_bytes() if run.metrics.exists() else b"", list_checkpoints(run.checkpoints)
     if not checkpoints:
         return True
@@ -203,7 +204,8 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
         uploads.push()
         if uploads.damaged:
             said = f"{run.path}: {abbreviated(sorted(uploads.damaged))}: damaged here, and not sent"
-            raise UserError(f"{said}; `uv run mirror.py fetch` brings the mirror's copy of the latest, if it has one")
+            remedy = "`uv run mirror.py fetch` brings the mirror's copy of the latest checkpoint, if there is one"
+            raise UserError(f"{said}; {remedy}")
     except LeaseLost as owner:
         raise UserError(f"mirror {mirror.name}: {owner} has taken the run meanwhile: stop it there first") from None
     finally:

@@ -363,7 +363,7 @@ class Experiment:
         except UserError as error:
             keys = f"{config.budget_key} or the batch"
             keys = f"start_train_token, {keys}" if config.start_train_token else keys
-            where = f'from token {start:,} (train.json: "start_train_token")'
+            where = f"from token {start:,} on"
             if isinstance(config.epochs, float) or len(split_tokens) > 1:
                 passes = config.epochs if isinstance(config.epochs, float) else 1.0
                 where = f"in {passes:g} epoch{'' if passes == 1 else 's'}"

@@ -468,10 +468,11 @@ def print_plan(
     """Print what training would do. `checkpoint`, `mirrored` and --restart determine where it starts, as in
     `checked_plan`.
 
-    `ranks` is the number of processes that were started. The plan is for this number of ranks, unless
-    --assume-world-size gives another one. If this machine has no GPUs, but `machine_of_run` knows the machine that the
-    run is meant for, the plan is for that machine. In this case, if only one process was started, the default number
-    of ranks is the number of that machine's GPUs. Raises UserError like `checked_plan` and `plan_speed`.
+    `ranks` is the number that --processes gives, or else the number of ranks that the launcher has started. The plan is
+    for this number of ranks, unless --assume-world-size gives another one. If this machine has no GPUs, but
+    `machine_of_run` knows the machine that the run is meant for, the plan is for that machine. In this case, if `ranks`
+    is 1, the default number of ranks is the number of that machine's GPUs. Raises UserError like `checked_plan` and
+    `plan_speed`.
     """
     said, meant, memory, assumed = None, None, None, options.assume_world_size
     if not gpu_names() and (means := machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)):

@@ -61,7 +61,7 @@ class PowerLaw:
 
     exponent: Estimate
     line: np.ndarray  # [2]: slope and intercept of ln quantity over ln FLOPs
-    drawn: np.ndarray  # [B, 2]: slope and intercept of each bootstrap draw
+    drawn: np.ndarray  # [B, 2]: slope and intercept of each bootstrap draw in which all profiles have optima
 
     def at(self, flops: np.ndarray) -> np.ndarray:
         return np.exp(np.polyval(self.line, np.log(flops)))
@@ -197,9 +197,9 @@ def _optimum(
 
 def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
     """Return three power laws over FLOPs: of the best size, of its tokens and of its loss. Each is a straight line,
-    fitted to the profiles' optima on logarithmic axes, with one more line for each bootstrap draw. `lowest` has (FLOPs,
-    optimum, optima of the draws as returned by `_minima`) for each profile. Returns Inconclusive if there are too few
-    profiles."""
+    fitted to the profiles' optima on logarithmic axes, with one more line for each bootstrap draw in which all profiles
+    have optima. `lowest` has (FLOPs, optimum, optima of the draws as returned by `_minima`) for each profile. Returns
+    Inconclusive if there are too few profiles."""
     if len(lowest) < LEAST_PROFILES:
         have = "profile has" if len(lowest) == 1 else "profiles have"
         return Inconclusive(f"{len(lowest)} {have} an optimum, and a power law needs at least {LEAST_PROFILES}")

@@ -48,8 +48,8 @@ BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**22}
 
 @dataclass(frozen=True)
 class Matrix:
-    """Place of a matrix that Muon orthogonalizes: a whole parameter or, if the parameter fuses query, key and value,
-    the rows of one of them."""
+    """Place of a matrix whose updates Muon orthogonalizes: a whole parameter or, if the parameter fuses query, key and
+    value, the rows of one of them."""
 
     name: str  # name of the parameter
     start: int  # index of the matrix's first element in the flattened parameter
@@ -127,8 +127,9 @@ class Muon:
         dtype: torch.dtype | None = None,
         partition: StatePartition | None = None,
     ) -> None:
-        """Create the optimizer of all trained parameters of the model. Matrices are orthogonalized in `dtype` (None: in
-        the parameters' dtype). Without a `partition`, every rank updates all matrices and keeps the whole state."""
+        """Create the optimizer of all trained parameters of the model. Updates of matrices are orthogonalized in
+        `dtype` (None: in the parameters' dtype). Without a `partition`, every rank updates all matrices and keeps the
+        whole state."""
         self.partition, self._dtype, self._config = partition or StatePartition(), dtype, config
         self.parameters = trained_parameters(model)
         self._muons = {name: each for name, each in self.parameters.items() if is_muons(name, each.shape)}

@@ -47,8 +47,9 @@ class Instruction(_Part):
     output: Text
 
     def request(self, input_heading: str = "### Input:") -> str:
-        """Return the instruction in the prompt format of Stanford Alpaca (Taori et al. 2023). If the input is not
-        empty, it follows below `input_heading`."""
+        """Return the instruction in the prompt format of Raschka's book: Stanford Alpaca's (Taori et al. 2023), but
+        with the same first paragraph for entries with and without an input. If the input is not empty, it follows below
+        `input_heading`."""
         request = (
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
             f"\n\n### Instruction:\n{self.instruction}"
