@@ -160,6 +160,8 @@ class Trainer:
         is_skipping = False
         if "report" in due:
             is_skipping = self.report(step)
+            # A stop in an evaluation below must not make the next process end here, unless there is no further step.
+            state.has_diverged |= is_skipping and step == position.last_step
         elif due:  # a GPU may be steps behind, and the wait for it counts as training, not as the work below
             with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
@@ -175,7 +177,7 @@ class Trainer:
             with self.prepared.clock.phase("validation"):
                 text = self.evaluations.sample()
             self.reporter.sample(text, state)
-        state.has_diverged |= is_skipping  # not before: a stop in an evaluation must not make the next process end here
+        state.has_diverged |= is_skipping
         if "checkpoint" in due:
             self.checkpointer.save(state, planned=True)
             self.reporter.checkpoint(state)
@@ -185,7 +187,7 @@ class Trainer:
             self.checkpointer.check_weights(state)
         if due:  # an evaluation may have compiled more
             self.compile_cache.save()
-        is_reported = due & {"report", "validation", "benchmarks"}  # perhaps by an earlier process
+        is_reported = "report" in position.due_after(step, config)  # perhaps by an earlier process
         has_diverged = is_skipping or (is_reported and config.stop_if_diverged and state.has_diverged)
         if has_diverged and step != position.last_step:
             raise RunStopped(DIVERGED)

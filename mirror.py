@@ -52,7 +52,8 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     Checkpoints, results and settings that are here already are kept. Summary, chart and metrics are replaced, unless
     there is a newer checkpoint here than at URL, or the run is being trained here. Metrics that differ up to the newest
     checkpoint here are kept or, if a checkpoint is fetched, moved to aside/. Checkpoints are fetched only if the newest
-    one at URL is newer than `latest` here, or replaces a damaged `latest`. It then becomes `latest`.
+    one at URL is newer than `latest` here, or replaces a damaged `latest`. It then becomes `latest`. Checkpoints in the
+    run's aside/ do not count.
     """
     from harness.mirror.home import fetch_run
 

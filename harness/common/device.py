@@ -49,8 +49,9 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
                 reason = str(error).splitlines()[0].strip().rstrip(".")
             raise UserError(
                 f"{found[0]}: this machine has GPUs, but torch {torch.__version__} cannot use them: {reason}; "
+                f"update the driver, or install a torch build for it ({OTHER_TORCH}), or "
                 + (f"correct CUDA_VISIBLE_DEVICES={visible}, or " if visible else "")
-                + f"update the driver, or install a torch build for it ({OTHER_TORCH}), or {ON_THE_CPU}"
+                + ON_THE_CPU
             )
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -137,8 +137,8 @@ def _alone_in(partial: Path) -> Iterator[None]:
 
 def _leaving_at_once(name: str) -> AbstractContextManager[None]:
     """Let SIGINT and SIGTERM end the process immediately during the `with` body, if this is the main thread and they
-    are not ignored. Without this function, huggingface_hub would first finish its
-    current files, which can be gigabytes.
+    are not ignored. Without this function, huggingface_hub would first finish its current files, which can be
+    gigabytes.
 
     A download can be ended at any moment, because the dataset's final folder does not exist until it is complete.
     """

@@ -101,7 +101,7 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
             lengths = visible_BxT.sum(1).tolist()
         rows, columns = input_ids.shape
         cached = (past_key_values.lengths if past_key_values is not None else []) or [0] * rows
-        longest = max(map(sum, zip(cached, lengths or [columns] * rows, strict=True)))
+        longest = max(map(sum, zip(cached, lengths or [columns] * rows, strict=True)), default=0)
         most = self.config.shape["context_length"]
         if longest > most:
             raise ValueError(f"{longest:,} tokens are more than this model's context length, {most:,}")

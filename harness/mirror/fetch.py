@@ -85,7 +85,7 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
     the run would continue from without the mirror. Return None otherwise. Nothing is fetched. Raises RunError if the
     mirror cannot be read, and UserError as `choose_start` and `refuse_if_set_aside` do."""
     try:
-        files = _without_own_aside(run, mirror.files())
+        files = without_own_aside(run, mirror.files())
         found = newest_in_mirror(mirror, files)
     except Exception as error:
         raise RunError(
@@ -109,7 +109,8 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     to a folder below `aside/`. Raises RunError if the mirror cannot be read. Raises UserError as `check`,
     `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are damaged and there is none here.
     """
-    files, brought, is_damaged = _without_own_aside(run, retried(mirror, mirror.files)), None, False
+    there, brought, is_damaged = retried(mirror, mirror.files), None, False
+    files = without_own_aside(run, there)
     refuse_if_set_aside(run, mirror, files)
     damaged = _damaged_start(run, files)
     for name in names_in(files):
@@ -118,7 +119,7 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
         meta = retried(mirror, partial(read_remote_meta, mirror, files, name))
         if meta is not None:
             check(meta)
-            if _bring_checkpoint(run, mirror, files, name, meta, damaged):
+            if _bring_checkpoint(run, mirror, there, name, meta, damaged):
                 brought = name
                 break
             is_damaged = True
@@ -135,7 +136,7 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     return brought
 
 
-def _without_own_aside(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
+def without_own_aside(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
     """Return the mirror's `files` without the meta.json of each checkpoint that was moved to a folder below `aside/`
     here when the run went back to an earlier step. The next upload sets these checkpoints aside in the mirror, too, but
     this process may start before it."""

@@ -21,6 +21,7 @@ from harness.mirror.fetch import (
     refuse_if_set_aside,
     retried,
     step_of,
+    without_own_aside,
 )
 from harness.mirror.owner import LEASE_SECONDS, OWNER, REFRESH_SECONDS, Lease, LeaseLost, owner_of
 from harness.mirror.start import check_same_experiment, refuse_own_folder
@@ -72,8 +73,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     as `bring` does. Raises RunError if the mirror cannot be read.
     """
     mirror = open_mirror(url, name, writes=False)
-    files = _files_of(mirror)
     run = RunDirectory(runs_dir / name)
+    files = without_own_aside(run, _files_of(mirror))
     refuse_own_folder(url, run)
     if (run.path / "model.json").exists() and run.train_json.exists():
         experiment = Experiment.load(run, Path("datasets"))
@@ -191,7 +192,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     lease.take(wait=False, take_over=take_over)
     try:
         here = list_checkpoints(run.checkpoints)
-        files = retried(mirror, mirror.files)
+        files = without_own_aside(run, retried(mirror, mirror.files))
         refuse_if_set_aside(run, mirror, files)
         found = retried(mirror, lambda: newest_in_mirror(mirror, files))
         if found and found[1].global_step > (here[-1][0] if here else -1):

@@ -128,7 +128,8 @@ class Uploads:
             try:
                 if not read_meta(path).is_from_notebook:  # it has no hashes
                     verify_checkpoint(path)
-            except (UserError, OSError):
+            except (UserError, OSError) as error:
+                self._say(f"warning: {error}")
                 self.damaged.add(path.name)
 
     def push(self) -> None:

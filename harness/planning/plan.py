@@ -62,6 +62,7 @@ class Plan:
     scaled: ScaledSettings = UNSCALED
     dataset_remark: str | None = None
     order: WindowOrder | None = None  # None if a dataset is not here
+    interrupted_evaluation: str | None = None  # of the checkpoint's step, to be done again
     seconds_before: float = 0.0  # taken by the run's earlier processes, as the checkpoint records
     dollars_before: float = 0.0
 
@@ -231,6 +232,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         # Seconds without a recorded price cost today's price, as in training's Clock.
         costs = meta.costs or cost_by_phase(meta.seconds, config.price_per_hour) or {}
         plan = replace(plan, seconds_before=sum(meta.seconds.values()), dollars_before=sum(costs.values()))
+        plan = replace(plan, interrupted_evaluation=meta.interrupted_evaluation)
     if position is None:
         return plan
     tokens = position.tokens_seen + plan.tokens()
@@ -395,8 +397,8 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     price, _ = plan.price(speed)  # of the machine that the plan is for; max_dollars counts at price_per_hour
     at_price = config.model_copy(update={"price_per_hour": price or config.price_per_hour})
     true_ceilings = at_price.ceilings(plan.seconds_before, plan.dollars_before)
-    ceilings = config.ceilings(plan.seconds_before, plan.dollars_before) if plan.steps else {}
-    for key, left in ceilings.items():
+    is_over = not plan.steps and plan.interrupted_evaluation is None
+    for key, left in {} if is_over else config.ceilings(plan.seconds_before, plan.dollars_before).items():
         reached = f"{key} is reached; raise it to continue training"
         said = f"{key} {getattr(config, key):g}: {duration(left)} left" if left > 0 else reached
         if left > 0 and true_ceilings[key] != left:

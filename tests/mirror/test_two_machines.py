@@ -236,6 +236,29 @@ def test_going_back_holds_although_the_mirror_does_not_know_of_it_yet(first: InP
     assert len(list(remote(first).glob("checkpoints/*/meta-aside.json"))) >= 1
 
 
+def test_push_and_fetch_after_going_back_without_the_mirror(first: InProcess) -> None:
+    store, run = f"file://{remote(first).parent}", first.runs / "r"
+    told = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step=2)\n"
+    first.train("r", "--restart", "--mirror", "none", prelude=told, ranks=1, expect=143)
+    assert first.command("mirror.py", "fetch", store, "r").status == 0
+    assert not (run / "summary.json").exists(), "it is that of the training before the restart"
+    assert first.command("mirror.py", "push", "r", store).status == 0
+    assert names(remote(first))[-1] == names(run)[-1] or list(remote(first).glob("checkpoints/*/meta-aside.json"))
+
+
+def test_the_best_checkpoint_is_fetched_although_it_is_in_aside(first: InProcess) -> None:
+    """This machine went back without its mirror, while another one continued from the best checkpoint there."""
+    run, best = first.runs / "r", names(first.runs / "r")[-1]
+    told = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step=2)\n"
+    first.train("r", names(run)[0], "--mirror", "none", prelude=told, ranks=1, expect=143)
+    worse = {"learning_rate": 5.0, "mirror": f"file://{remote(first).parent}"}
+    add_machine(first.path.parent, "second", min_train_tokens=64 * 7, **worse).train_here()
+    first.add_run(**SETTINGS | worse | {"keep_checkpoints": 1})
+    first.train_here()
+    assert (run / "checkpoints" / "best").resolve().name == best
+    assert best in names(remote(first))
+
+
 def test_measurements_of_the_training_before_a_restart_are_set_aside(first: InProcess, tmp_path: Path) -> None:
     """They do not come to a machine that fetches the run, and are moved on one that has fetched them before."""
     store, measured = f"file://{remote(first).parent}", first.runs / "r" / "results"

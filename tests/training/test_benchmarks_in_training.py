@@ -308,3 +308,13 @@ def test_a_compiled_model_is_not_compiled_for_every_length() -> None:
     assert not calls
     model(torch.tensor([[1, 2]]))
     assert calls, "a call of the module runs the compiled function, so this test would see one"
+
+
+def test_a_run_that_was_ended_by_skipped_steps_trains_past_the_next_benchmarks(shop: InProcess) -> None:
+    tasks = {"benchmark_interval": 4, "benchmark_tasks": [str(shop.path / "choice.yaml")], "benchmark_examples": 2}
+    settings = {"dataset": "local/text", "min_train_tokens": 192 * 12, "validation_interval": 100, "report_interval": 3}
+    shop.add_run("skips", model=SHAPE, max_skipped_steps=3, precision="fp32", **settings, **tasks)
+    faults = "from tests.support.faults import *\n"
+    infected = faults + "in_gradients(lambda gradient: gradient + torch.nan, rank=1, steps=range(1, 7))\n"
+    shop.train("skips", prelude=infected, expect=4)
+    shop.train("skips")

@@ -115,6 +115,7 @@ def test_a_ceiling_in_the_last_validation(shop: Workshop) -> None:
     shop.train("last", ranks=1, prelude=f"{FAULTS}after_first_evaluated(two_hours_later, step=9)", expect=3)
     before = sorted((run / "checkpoints").iterdir())
     assert "the run has reached 1 already" in shop.train("last", ranks=1, expect=2).stderr
+    assert "max_hours is reached" in shop.train("last", "--plan", ranks=1).stdout
     assert sorted((run / "checkpoints").iterdir()) == before
     shop.add_run("last", **SETTINGS | {"min_train_tokens": 640}, max_hours=9.0)
     shop.train("last", ranks=1)
