@@ -277,7 +277,9 @@ def _unfinished_state(
     held = is_held(run.lock_file)
     if not held and (end := _last_end(run)):
         return end
-    word: StateWord = "going on" if held else "diverged" if meta and meta.has_diverged else "stopped"
+    # After an interrupted evaluation, only the next process decides if the run ends there.
+    has_diverged = meta is not None and meta.has_diverged and meta.interrupted_evaluation is None
+    word: StateWord = "going on" if held else "diverged" if has_diverged else "stopped"
     if is_outdated:
         return State(word, "model.json or train.json asks for a different shape or budget than summary.json records")
     if progress is None and meta is None:

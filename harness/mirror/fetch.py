@@ -25,7 +25,7 @@ from harness.common.messages import tell
 from harness.mirror.store import PIECE, Mirror, reason_of
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta
-from harness.runs.checkpoints import BEST, LATEST, choose_start, point, verify_checkpoint
+from harness.runs.checkpoints import BEST, LATEST, choose_start, list_checkpoints, point, verify_checkpoint
 from harness.runs.directory import CHECKPOINT_NAME, RunDirectory
 
 ASIDE = "meta-aside.json"  # new name of a checkpoint's meta.json after the run has gone back to an earlier step
@@ -137,11 +137,18 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
 
 def without_own_aside(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
-    """Return the mirror's `files` without the meta.json of each checkpoint that was moved to a folder below `aside/`
-    here when the run went back to an earlier step. The next upload sets these checkpoints aside in the mirror, too, but
-    this process may start before it."""
-    gone = {f"checkpoints/{path.name}/{META}" for path in run.aside.glob("*/checkpoints/*")}
-    return {file: size for file, size in files.items() if file not in gone}
+    """Return the mirror's `files` without the meta.json and the measurements of each checkpoint that was moved to a
+    folder below `aside/` here when the run went back to an earlier step. The next upload sets the later ones of them
+    aside in the mirror, too, but this process may start before it."""
+    aside = {path.name for path in run.aside.glob("*/checkpoints/*")}
+    aside -= {path.name for _, path in list_checkpoints(run.checkpoints)}  # fetched again
+
+    def is_gone(file: str) -> bool:
+        checkpoint = CHECKPOINT_NAME.search(file)
+        is_chosen_by = file.endswith(f"/{META}") or file.startswith(f"{run.results.name}/")
+        return checkpoint is not None and checkpoint[0] in aside and is_chosen_by
+
+    return {file: size for file, size in files.items() if not is_gone(file)}
 
 
 def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:

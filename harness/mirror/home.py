@@ -74,7 +74,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     """
     mirror = open_mirror(url, name, writes=False)
     run = RunDirectory(runs_dir / name)
-    files = without_own_aside(run, _files_of(mirror))
+    all_there = _files_of(mirror)
+    files = without_own_aside(run, all_there)
     refuse_own_folder(url, run)
     if (run.path / "model.json").exists() and run.train_json.exists():
         experiment = Experiment.load(run, Path("datasets"))
@@ -89,7 +90,10 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
         run.lock()
         brought = bring(run, mirror, lambda meta: None)
     fetch_results(run, mirror, files)
-    is_kept = is_further or is_trained_here
+    # If the run here went back behind the mirror's newest checkpoint, summary, chart and metrics there are not its own.
+    newest = next((each for each in names_in(all_there) if f"checkpoints/{each}/{META}" in all_there), None)
+    went_back = newest is not None and f"checkpoints/{newest}/{META}" not in files
+    is_kept = is_further or is_trained_here or went_back
     if not is_kept and run.summary.name not in files and _summary_was_set_aside(files, run.summary):
         run.set_summary_and_chart_aside(run.new_aside())
     replaced = [] if is_kept else [run.metrics] if brought else [run.summary, run.chart, run.metrics]

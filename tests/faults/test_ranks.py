@@ -115,6 +115,12 @@ def test_skipped_steps_at_the_end_and_before_a_change(shop: Workshop) -> None:
     shop.train(told.name, prelude=infection.prelude(range(6, 9)) + signal_in_validation.format(8), expect=143)
     shop.train(told.name)
     assert not json.loads((told / "summary.json").read_text())["has_diverged"]
+    last = shop.add_run("last", **settings | {"report_interval": 1, "validation_interval": 8})
+    ill = infection.prelude(range(STEPS - 3, STEPS)) + signal_in_validation.format(STEPS - 1)
+    shop.train(last.name, prelude=ill, expect=143)
+    assert RunRecord.read(RunDirectory(last)).state.word == "stopped", "the next process finishes it"
+    shop.train(last.name)
+    assert json.loads((last / "summary.json").read_text())["has_diverged"]
     # The training loss is not finite in those steps either, so that it is far above its lowest value.
     steps = {"min_train_tokens": 64 * 2 * 44, "report_interval": 1, "validation_interval": 28, "max_skipped_steps": 10}
     lost = shop.add_run("lost", **SETTINGS | steps)

@@ -246,6 +246,19 @@ def test_push_and_fetch_after_going_back_without_the_mirror(first: InProcess) ->
     assert names(remote(first))[-1] == names(run)[-1] or list(remote(first).glob("checkpoints/*/meta-aside.json"))
 
 
+def test_fetch_brings_nothing_of_what_was_left_by_going_back(first: InProcess) -> None:
+    store, run = f"file://{remote(first).parent}", first.runs / "r"
+    first.script("test_loss.py", str(first.datasets), "r")
+    first.script("mirror.py", "push", "r", store)
+    killed = "from tests.support.faults import *\nbefore(STEP, tell(9), rank=0, step=1)\n"
+    first.train("r", names(run)[0], "--mirror", "none", prelude=killed, ranks=1, expect=-9)
+    before = metrics(run)
+    assert first.command("mirror.py", "fetch", store, "r").status == 0
+    assert metrics(run) == before
+    assert not (run / "summary.json").exists()
+    assert not [*run.glob("results/*")]
+
+
 def test_the_best_checkpoint_is_fetched_although_it_is_in_aside(first: InProcess) -> None:
     """This machine went back without its mirror, while another one continued from the best checkpoint there."""
     run, best = first.runs / "r", names(first.runs / "r")[-1]
