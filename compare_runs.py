@@ -147,13 +147,12 @@ def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tu
             return (name,)
         arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, ())], name)
         own = arms.arm_with(name) or ""
-        members = dict.fromkeys((name, *arms.run_names.get(own, ()), *arms.diverged.get(own, ())))
-        return (*members,)
+        return tuple(dict.fromkeys((name, *arms.members(own))))
     except UserError:
         for names in (compared, ()):
             arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, names)])
             if baseline in arms.run_names:
-                return (*dict.fromkeys((*arms.run_names[baseline], *arms.diverged.get(baseline, ()))),)
+                return arms.members(baseline)
         raise
 
 

@@ -50,9 +50,13 @@ class Arms:
         """Return the name of the arm that contains the run `run`, or None if no arm does."""
         return next((arm for arm, names in self.run_names.items() if run in names), None)
 
+    def members(self, arm: str) -> tuple[str, ...]:
+        """Return the names of all runs of an arm, diverged or not, each once."""
+        return tuple(dict.fromkeys((*self.run_names.get(arm, ()), *self.diverged.get(arm, ()))))
+
     def arm_with(self, run: str) -> str | None:
         """Return the name of the arm to which the run `run` belongs, diverged or not, or None if it belongs to none."""
-        return self.arm_of(run) or next((arm for arm, names in self.diverged.items() if run in names), None)
+        return next((arm for arm in self.run_names if run in self.members(arm)), None)
 
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
@@ -110,11 +114,10 @@ def _diverged(records: Sequence[RunRecord], arms: Mapping[str, Sequence[str]]) -
     """Return a dict from the name of an arm to the names of its diverged runs: runs of the arm that diverged, and
     unfinished runs that diverged and differ from the arm's runs only in their seeds."""
     by_name = {record.name: record for record in records}
-    at_end = {
-        arm: tuple(name for name in names if (summary := by_name[name].summary) and summary.has_diverged)
-        for arm, names in arms.items()
-    }
-    found = {arm: names for arm, names in at_end.items() if names}
+    found: dict[str, tuple[str, ...]] = {}
+    for arm, names in arms.items():
+        if at_end := [name for name in names if (summary := by_name[name].summary) and summary.has_diverged]:
+            found[arm] = tuple(at_end)
     for record in records:
         if record.state.word != "diverged" or record.meta is None:
             continue

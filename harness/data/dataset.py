@@ -285,14 +285,14 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     if largest < vocab_size:
         return
     needed = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
-    is_damaged = dataset.meta.vocab_size is not None and largest >= max(needed)
+    may_be_damaged = dataset.meta.vocab_size is not None and largest >= max(needed)
     for each in filter(dataset.has_split, ("train", "validation", "test")):
         with suppress(UserError):  # training reports an unreadable file when it opens the file
             needed.append(_remembered_largest(dataset, dataset.split(each)) + 1)
     raise UserError(
         f"{tokens.path}: token id {largest} is beyond the model's vocabulary of {vocab_size}; "
         f'set "vocab_size" in model.json to at least {max(needed)}, or use a dataset made with the model\'s tokenizer'
-        + (", unless the file is damaged: meta.json says that its ids are smaller" if is_damaged else "")
+        + (", unless the file is damaged: meta.json says that its ids are smaller" if may_be_damaged else "")
     )
 
 

@@ -398,7 +398,8 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     at_price = config.model_copy(update={"price_per_hour": price or config.price_per_hour})
     true_ceilings = at_price.ceilings(plan.seconds_before, plan.dollars_before)
     is_over = not plan.steps and plan.interrupted_evaluation is None
-    for key, left in {} if is_over else config.ceilings(plan.seconds_before, plan.dollars_before).items():
+    ceilings = {} if is_over else config.ceilings(plan.seconds_before, plan.dollars_before)
+    for key, left in ceilings.items():
         reached = f"{key} is reached; raise it to continue training"
         said = f"{key} {getattr(config, key):g}: {duration(left)} left" if left > 0 else reached
         if left > 0 and true_ceilings[key] != left:

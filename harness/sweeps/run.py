@@ -44,7 +44,7 @@ from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.plan import Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus
 
 POLL_SECONDS = 0.2
-RAISE = "raise the sweep's max_hours or max_dollars"  # the remedy if one of them is reached
+RAISE_LIMITS = "raise the sweep's max_hours or max_dollars"  # the remedy if one of them is reached
 LOOK_SECONDS = 1.0  # between two readings of the runs' progress
 CLEAR_LINE = "\r\x1b[2K"
 REPORT_SECONDS = 60.0  # between two reports of progress, if the output is not a terminal
@@ -391,7 +391,7 @@ class SweepRunner:
         if is_finished:
             say(f"{name}: finished, {status.said}")
         elif is_stopped:
-            how = AGAIN if self.signal else RAISE
+            how = AGAIN if self.signal else RAISE_LIMITS
             say(f"{name}: stopped after {seconds:,.0f} s; to continue it, {how}")
         elif code == STATUSES[CEILING]:
             say(
@@ -416,7 +416,7 @@ class SweepRunner:
         left = sum(each.needs_training for each in unfinished)
         if left:
             why = (
-                f"are left: {self.stop_reason}; to continue, {RAISE}"
+                f"are left: {self.stop_reason}; to continue, {RAISE_LIMITS}"
                 if self.stop_reason
                 else "have not finished; the same command tries them again"
             )
