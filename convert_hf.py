@@ -137,7 +137,7 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
         exported = Path(folder) / "model"
         export_model(model, files, exported, options["dtype"])
         click.echo(f"Uploaded to {upload_model(exported, facts, public=options['public'])}")
-    if not tests:
+    if files.datasets and not tests:
         click.echo("The card has no test loss; --datasets-dir DIR measures it")
 
 

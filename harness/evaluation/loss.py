@@ -149,7 +149,7 @@ class HeldOutText:
         if name is None and _is_gpt2s(tokenizer):
             name = NOTEBOOK_DATASET
         if name is None:
-            raise UserError(f"{weights.parent}: the model's dataset is not known; give it to test_loss.py as --dataset")
+            raise UserError(f"{weights.parent}: the model's dataset is not known; test_loss.py --dataset names one")
         ensure_dataset(datasets_dir, name, [split] if split else [])
         opened = Dataset.open(datasets_dir, name)
         split = split or ("test" if opened.has_split("test") else "validation")

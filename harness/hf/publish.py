@@ -29,8 +29,10 @@ CHART = "training-run-chart.png"
 TRAINING = "training"  # the repository's folder for the files of the run
 NOT_RECORDED = "not recorded"
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
-# Files that transformers would load together with the weights, but that no export writes.
+# Code of a model that transformers has no class for, and files that transformers would load together with the weights
+# although no export writes them.
 COMPANIONS = {
+    *("gpt.py", "inference.py", "modeling_ddp_pretrain.py"),
     *("adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt"),
     *("special_tokens_map.json", "tokenizer.model", "vocab.json"),
 }

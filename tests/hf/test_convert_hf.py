@@ -451,11 +451,12 @@ def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub, monk
 
 def test_another_model_in_its_place_leaves_nothing_of_the_first(tmp_path: Path, hub: FakeHub) -> None:
     stale = {"training/metrics.jsonl", "training-run-chart.png", "pytorch_model.bin"}
-    stale |= {"model-00001-of-00002.safetensors", "adapter_config.json", "vocab.json", "chat_template.jinja"}
+    stale |= {"model-00001-of-00002.safetensors", "adapter_config.json", "vocab.json", "chat_template.jinja", "gpt.py"}
     kept = {"examples/one.safetensors", "notes.md"}
     hub.models["me/x"] = FakeDataset({name: FakeFile(b"old") for name in stale | kept})
     write_checkpoint(tmp_path / "c", small(tie_weights=True, n_layers=2))
-    convert(tmp_path, "publish", "c", "me/x", environment=hub_variables(hub, tmp_path / "home"))
+    said = convert(tmp_path, "publish", "c", "me/x", environment=hub_variables(hub, tmp_path / "home")).stdout
+    assert "--datasets-dir" not in said, "it could not measure a model whose dataset is not known"
     own = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert set(hub.models["me/x"].files) == own | {"tokenizer.json", "tokenizer_config.json"} | kept
 
@@ -488,6 +489,16 @@ def test_the_card_of_a_mixture_names_no_tokens_of_a_single_text(tmp_path: Path) 
     card = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", "--card").stdout
     assert "train split, the last steps of the training on 99 tokens" in card
     assert "validation split, 6 sequences" in card
+
+
+@pytest.mark.parametrize("weights", [None, "../gpt2/model.safetensors"])
+def test_the_card_tells_where_training_began(tmp_path: Path, weights: str | None) -> None:
+    train = {"initial_weights": weights}
+    write_checkpoint(tmp_path / "c", small(), dataset={"name": "a/b"}, train=train, tokens_seen=9)
+    card = " ".join(convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", "--card").stdout.split())
+    begins = "trained further, from other weights, on 9 tokens of `a/b`: it continues text. ##"
+    anew = "parameters, pre-trained on 9 tokens of `a/b`: it continues text, and has not been taught"
+    assert [words in card for words in (anew, begins)] == [weights is None, weights is not None]
 
 
 def test_a_checkpoint_that_records_little_has_a_card(tmp_path: Path) -> None:
