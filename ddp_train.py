@@ -188,8 +188,7 @@ class Trainer:
         if due:  # an evaluation may have compiled more
             self.compile_cache.save()
         is_reported = "report" in position.due_after(step, config)  # perhaps by an earlier process
-        is_far_above = state.has_diverged and state.above_level_since is not None  # not because of skipped steps
-        has_diverged = is_skipping or (is_reported and config.stop_if_diverged and is_far_above)
+        has_diverged = is_skipping or (is_reported and config.stop_if_diverged and state.has_diverged)
         if has_diverged and step != position.last_step:
             raise RunStopped(DIVERGED)
 

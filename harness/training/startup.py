@@ -59,6 +59,8 @@ class PreparedRun(Plan):
         if self.meta is None:
             return TrainState()
         state = self.meta.state()
+        if self.meta.last_step == self.meta.global_step != self.position.last_step:
+            state.has_diverged = False  # the run had ended here, and has been extended
         if not self.meta.was_as_fast(world.size, world.device_name, self.provenance.train):
             state.measure_from_here(self.clock.seconds["training"])
         if self.is_from_notebook or not comparable_losses(self.meta, self.provenance):

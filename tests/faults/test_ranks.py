@@ -123,11 +123,13 @@ def test_skipped_steps_at_the_end_and_before_a_change(shop: Workshop) -> None:
     assert json.loads((last / "summary.json").read_text())["has_diverged"]
     # The training loss is not finite in those steps either, so that it is far above its lowest value.
     steps = {"min_train_tokens": 64 * 2 * 44, "report_interval": 1, "validation_interval": 28, "max_skipped_steps": 10}
-    lost = shop.add_run("lost", **SETTINGS | steps)
     losses = "around(FORWARD, lambda original, *a: original(*a) * (torch.nan if 18 < Now.step < 29 else 1))\n"
-    shop.train(lost.name, prelude=FAULTS + losses + signal_in_validation.format(28), expect=143)
-    shop.train(lost.name)
-    assert not json.loads((lost / "summary.json").read_text())["has_diverged"]
+    for name, end in (("lost", 44), ("extended", 29)):
+        lost = shop.add_run(name, **SETTINGS | steps | {"min_train_tokens": 64 * 2 * end})
+        shop.train(lost.name, prelude=FAULTS + losses + signal_in_validation.format(28), expect=143)
+        shop.add_run(name, **SETTINGS | steps)
+        shop.train(lost.name)
+        assert not json.loads((lost / "summary.json").read_text())["has_diverged"], name
 
 
 @pytest.mark.fault("a loss that is not finite", "null in the metrics; best does not move")
