@@ -252,13 +252,31 @@ def wait_until(condition: Callable[[], object], *processes: Process, seconds: fl
         time.sleep(0.01)
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl. A line that is not strict JSON fails the test."""
+def summary_of(run: Path) -> dict[str, Any]:
+    """Return the content of a run's summary.json."""
+    return json.loads((run / "summary.json").read_text())
+
+
+def meta_of(run: Path) -> dict[str, Any]:
+    """Return the content of meta.json in a run's latest checkpoint."""
+    return json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+
+
+def weights_of(run: Path) -> bytes:
+    """Return the bytes of the weights in a run's latest checkpoint."""
+    return (run / "checkpoints" / "latest" / "model.safetensors").read_bytes()
+
+
+def metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl, or only those of the events of one kind. A line that is not strict
+    JSON fails the test."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} in metrics.jsonl")
 
-    return [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [event for event in events if kind in (None, event["event"])]
 
 
 # Values that differ between two runs that do the same work.

@@ -3,7 +3,6 @@ how they resume."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -14,8 +13,9 @@ import pytest
 from harness.common.program import program_commit
 from tests.support.in_process import InProcess
 from tests.support.isolation import ROOT
-from tests.support.launch import metrics
+from tests.support.launch import meta_of, metrics, summary_of
 from tests.support.same_end import assert_same_end
+from tests.support.straight import FAULTS
 
 RAMP: dict[str, Any] = {
     "gradient_accumulation_steps": None,
@@ -32,7 +32,7 @@ RAMP: dict[str, Any] = {
 # Tokens of each of the 14 steps: 2, 4 or 8 sequences of 16 tokens. The batch grows after 160 and 352 tokens, and the
 # run has 1,120.
 BATCHES = [32] * 5 + [64] * 3 + [128] * 6
-STOP = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step={step})\n"
+STOP = FAULTS + "before(STEP, tell(SIGTERM), rank=0, step={step})\n"
 
 
 @pytest.fixture
@@ -44,8 +44,7 @@ def shop(tmp_path: Path) -> InProcess:
 
 def end_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return meta.json of the latest checkpoint, and summary.json."""
-    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
-    return meta, json.loads((run / "summary.json").read_text())
+    return meta_of(run), summary_of(run)
 
 
 @pytest.mark.slow
@@ -59,7 +58,7 @@ def test_a_ramp_continues_to_the_bit(shop: InProcess) -> None:
     assert "  batch_ramp: 2 sequences from 0, 4 sequences from 160, 8 sequences from 352" in said
     seen = shop.path / "seen"
     seen.mkdir()
-    record = f"from tests.support.faults import *\nrecord_windows({str(seen)!r})\n"
+    record = f"{FAULTS}record_windows({str(seen)!r})\n"
     for step in (2, 4, 10):
         shop.train("stopped", prelude=record + STOP.format(step=step), expect=128 + 15)
     shop.train("stopped", prelude=record)
@@ -69,7 +68,7 @@ def test_a_ramp_continues_to_the_bit(shop: InProcess) -> None:
     assert summary["accumulation_steps"] == 4
     windows = sorted(tuple(map(int, line.split())) for path in seen.iterdir() for line in path.read_text().splitlines())
     assert [start for start, _ in windows] == list(range(7, 7 + sum(BATCHES), 16))
-    tokens = {event["global_step"]: event["tokens_seen"] for event in metrics(straight) if event["event"] == "train"}
+    tokens = {event["global_step"]: event["tokens_seen"] for event in metrics(straight, "train")}
     assert tokens == {step: sum(BATCHES[: step + 1]) for step in tokens}
 
 
@@ -132,11 +131,11 @@ def test_a_budget_that_is_lowered_to_a_step_that_was_reported(shop: InProcess) -
     keys: dict[str, Any] = {"min_train_tokens": None, "validation_interval": 4}
     run = shop.add_run(**keys, report_interval=3, train_steps=12)
     shop.train("r", prelude=STOP.format(step=5), expect=128 + 15, ranks=1)
-    reports = [event["global_step"] for event in metrics(run) if event["event"] == "train"]
+    reports = [event["global_step"] for event in metrics(run, "train")]
     shop.add_run(**keys, report_interval=4, train_steps=reports[-1] + 1)
     shop.train_here()
-    assert [event["global_step"] for event in metrics(run) if event["event"] == "train"] == reports
-    assert [event["global_step"] for event in metrics(run) if event["event"] == "validation"][-1] == reports[-1]
+    assert [event["global_step"] for event in metrics(run, "train")] == reports
+    assert [event["global_step"] for event in metrics(run, "validation")][-1] == reports[-1]
 
 
 def test_a_tied_heads_own_rate_is_refused(shop: InProcess) -> None:

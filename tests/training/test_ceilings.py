@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,23 @@ from typing import Any
 import pytest
 
 from tests.support.in_process import InProcess
-from tests.support.launch import Workshop
+from tests.support.launch import Workshop, meta_of, summary_of
 from tests.support.same_end import assert_same_end
+from tests.support.straight import FAULTS
 
-SETTINGS: dict[str, Any] = {"min_train_tokens": 2560, "learning_rate": 0.01, "price_per_hour": 3.0}
-FAULTS = "from tests.support.faults import *\n"
+SETTINGS: dict[str, Any] = {
+    "min_train_tokens": 2560,
+    "learning_rate": 0.01,
+    "price_per_hour": 3.0,
+    "validation_ranks": "all",
+}
 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     made = Workshop(tmp_path_factory.mktemp("ceilings"))
     made.add_dataset(tokens=20_000)
-    made.add_run("straight", **SETTINGS, validation_ranks="all")
+    made.add_run("straight", **SETTINGS)
     made.train("straight")
     return made
 
@@ -40,14 +44,14 @@ def test_a_run_stops_with_a_checkpoint_and_goes_on_to_the_same_end(
     shop: Workshop, key: str, jump: str, step: int
 ) -> None:
     """Two hours at three dollars an hour are above either ceiling. The run goes on after the ceiling is raised."""
-    run = shop.add_run(key, **SETTINGS, validation_ranks="all", **{key: 1.5})
+    run = shop.add_run(key, **SETTINGS, **{key: 1.5})
     ended = shop.train(key, prelude=FAULTS + jump, expect=3)
     assert ended.error_lines == [
         f"stopped by {key} 1.5 of train.json after global step {step}; to continue, raise {key} and run the same "
         "command again"
     ]
     assert (run / "checkpoints" / "latest").resolve().name.endswith(f"-iteration-{step}")
-    shop.add_run(key, **SETTINGS, validation_ranks="all", **{key: 9.0})
+    shop.add_run(key, **SETTINGS, **{key: 9.0})
     shop.train(key)
     assert_same_end(shop.runs / "straight", run)
 
@@ -60,8 +64,7 @@ def test_a_ceiling_that_earlier_processes_have_reached_is_refused_and_planned(
     again.add_dataset(tokens=20_000)
     run = again.add_run(**SETTINGS | {"min_train_tokens": 256})
     again.train()
-    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
-    spent = sum(meta["dollars" if key == "max_dollars" else "seconds"].values())
+    spent = sum(meta_of(run)["dollars" if key == "max_dollars" else "seconds"].values())
     lower = {key: 0.9 * spent if key == "max_dollars" else 0.9 * spent / 3600}
     again.add_run(**SETTINGS | lower)
     refused = again.train(expect=2)
@@ -81,7 +84,7 @@ def test_the_plan_counts_seconds_without_a_price_as_training_does(tmp_path: Path
     again.add_dataset(tokens=20_000)
     run = again.add_run(**SETTINGS | {"min_train_tokens": 256, "price_per_hour": None})
     again.train_here()
-    seconds = sum(json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())["seconds"].values())
+    seconds = sum(meta_of(run)["seconds"].values())
     again.add_run(**SETTINGS | {"price_per_hour": 3600.0, "max_dollars": 0.9 * seconds})
     assert "max_dollars is reached" in again.attempt("--plan", "--assume-tps", "1").stdout
     again.attempt().refuses('key "max_dollars": the run has reached')
@@ -106,7 +109,7 @@ def test_a_ceiling_during_start_up(shop: Workshop) -> None:
     assert "the run has reached 1 already" in shop.train("start-up", expect=2).stderr
     shop.add_run("start-up", **SETTINGS, max_hours=9.0)
     shop.train("start-up")
-    assert json.loads((run / "summary.json").read_text())["seconds"]["total"] > 7200
+    assert summary_of(run)["seconds"]["total"] > 7200
 
 
 def test_a_ceiling_in_the_last_validation(shop: Workshop) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from harness.data.tokenizers import train_bpe
 from tests.support.in_process import InProcess
-from tests.support.launch import metrics
+from tests.support.launch import metrics, summary_of, weights_of
 
 NAMES = ("local/first", "local/second")
 
@@ -43,9 +42,9 @@ def mixed(shop: InProcess) -> Path:
 
 def test_the_passes_of_each_dataset_are_recorded(shop: InProcess, mixed: Path) -> None:
     expected = {"local/first": round(112 / 62, 4), "local/second": round(48 / 37, 4)}
-    summary = json.loads((mixed / "summary.json").read_text())
+    summary = summary_of(mixed)
     assert summary["epochs"] == expected
-    assert [event["epochs"] for event in metrics(mixed) if event["event"] == "train"][-1] == expected
+    assert [event["epochs"] for event in metrics(mixed, "train")][-1] == expected
     assert summary["dataset"]["name"] == "local/first + local/second"
     assert summary["dataset"]["train"]["tokens"] == 1600
     table = json.loads(shop.script("compare_runs.py", "mixed", "--json").stdout)
@@ -56,8 +55,7 @@ def test_a_mixture_of_one_is_that_dataset(shop: InProcess) -> None:
     for name, dataset in (("alone", NAMES[0]), ("one", [{"name": NAMES[0], "weight": 5}])):
         shop.add_run(name, dataset=dataset, min_train_tokens=256, shuffle=True)
         shop.train_here(name)
-    alone, one = (load_file(shop.runs / name / "checkpoints/latest/model.safetensors") for name in ("alone", "one"))
-    assert all((alone[key] == one[key]).all() for key in alone)
+    assert weights_of(shop.runs / "alone") == weights_of(shop.runs / "one")
 
 
 def test_the_validation_loss_is_that_of_each_dataset_by_its_share(shop: InProcess) -> None:
@@ -68,10 +66,10 @@ def test_the_validation_loss_is_that_of_each_dataset_by_its_share(shop: InProces
     for number, (name, count) in enumerate(counts.items()):
         run = shop.add_run(f"part-{number}", dataset=name, validation_batches=None, validation_sequences=count, **keys)
         shop.train_here(run.name)
-        losses[name] = json.loads((run / "summary.json").read_text())["final_validation_loss"]
+        losses[name] = summary_of(run)["final_validation_loss"]
     run = shop.add_run("whole", dataset=mixture(7, 3), validation_batches=None, validation_sequences=20, **keys)
     printed = shop.train_here("whole").stdout
-    (event,) = [each for each in metrics(run) if each["event"] == "validation"]
+    (event,) = metrics(run, "validation")
     assert event["by_source"] == pytest.approx(losses, abs=1e-6)
     assert event["loss"] == pytest.approx(np.average([*losses.values()], weights=[*counts.values()]), abs=1e-6)
     assert f"(local/first {losses[NAMES[0]]:.3f}, local/second {losses[NAMES[1]]:.3f})" in printed
@@ -80,7 +78,7 @@ def test_the_validation_loss_is_that_of_each_dataset_by_its_share(shop: InProces
 def test_all_tokens_are_those_until_a_dataset_ends(shop: InProcess) -> None:
     run = shop.add_run("all", dataset=mixture(1, 1), min_train_tokens=-1)
     shop.train_here("all")
-    windows = json.loads((run / "summary.json").read_text())["tokens_seen"] // 16
+    windows = summary_of(run)["tokens_seen"] // 16
     assert windows == 2 * 37 // 4 * 4  # of whole steps of four windows
 
 
@@ -151,5 +149,5 @@ def test_a_derived_run_fits_a_mixture(shop: InProcess) -> None:
     assert (changed.pop("vocab_size"), changed.pop("validation_sequences")) == ("300", "62")
     assert [*changed] == ["dataset"]
     shop.train_here("fits")
-    summary = json.loads((shop.runs / "fits" / "summary.json").read_text())
+    summary = summary_of(shop.runs / "fits")
     assert summary["epochs"]["local/second"] <= 1 < summary["epochs"]["local/second"] + 4 / 37

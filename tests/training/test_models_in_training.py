@@ -24,8 +24,8 @@ from tests.hf.test_convert_hf import convert, write_checkpoint
 from tests.model.test_levers import ALL
 from tests.model.test_model import shape
 from tests.support.configs import SEED_TRAIN
-from tests.support.in_process import InProcess
-from tests.support.launch import Result, Workshop, metrics
+from tests.support.in_process import InProcess, module_shop
+from tests.support.launch import Result, Workshop, meta_of, metrics, summary_of
 from tests.support.same_end import assert_goes_on_to_the_same_end
 
 MOE = {"num_experts": 4, "num_active_experts": 2}
@@ -44,11 +44,7 @@ CPU = torch.device("cpu")
 Trained = tuple[InProcess, Path, Result]
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
-    shop = InProcess(tmp_path_factory.mktemp("models"))
-    shop.add_dataset(tokens=40_000)
-    return shop
+shop = module_shop(tokens=40_000)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +65,9 @@ def loads_of(event: TrainEvent) -> list[list[float]]:
 
 def test_it_learns_on_two_ranks(trained: Trained) -> None:
     run = trained[1]
-    losses = [event["loss"] for event in metrics(run) if event["event"] == "validation"]
+    losses = [event["loss"] for event in metrics(run, "validation")]
     assert losses[-1] < losses[0] - 0.3
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     assert summary["model"]["rope_base"] == 10_000, "the default is recorded"
     config = load_model_config(run / "model.json")
     assert (summary["parameters"], summary["flops_per_token"]) == (config.parameters, config.flops_per_token)
@@ -113,9 +109,9 @@ def test_the_load_is_reported(trained: Trained) -> None:
         shown = f"experts {event.expert_load_min:.2f}-{event.expert_load_max:.2f}"
         assert re.search(rf"^global step {event.global_step}/.* {re.escape(shown)}", result.stdout, re.M), result.stdout
     config = load_model_config(run / "model.json")
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     assert summary["active_parameters"] == config.active_parameters
-    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    meta = meta_of(run)
     assert meta["active_parameters"] == config.active_parameters
     assert "moe_router_loss_scale" not in json.loads((run / "train.json").read_text())
     assert summary["moe_router_loss_scale"] == meta["moe_router_loss_scale"] == 0.01 / MOE["num_active_experts"]
@@ -152,10 +148,7 @@ def test_half_precision_ends_near_fp32(trained: Trained) -> None:
     shop, run, _ = trained
     shop.add_run("bf16", model=MODEL, **SETTINGS | {"precision": "bf16", "activation_checkpointing": True})
     shop.train("bf16")
-    ends = [
-        [event["loss"] for event in metrics(each) if event["event"] == "validation"][-1]
-        for each in (run, shop.runs / "bf16")
-    ]
+    ends = [metrics(each, "validation")[-1]["loss"] for each in (run, shop.runs / "bf16")]
     assert ends[1] == pytest.approx(ends[0], abs=0.03)
 
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.in_process import InProcess, module_shop
-from tests.support.launch import metrics
+from tests.support.launch import metrics, summary_of, weights_of
 from tests.support.same_end import assert_same_end
 
 CONTEXT, BATCH_TOKENS = 16, 64  # of tests/support/launch.py, on one rank
@@ -22,18 +22,12 @@ SHORT: dict[str, Any] = {"min_train_tokens": 40 * BATCH_TOKENS, "report_interval
 shop = module_shop(tokens=1000)  # 62 windows in train, which are 992 tokens, and some tokens that no window has
 
 
-def weights(run: Path) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = load_file(run / "checkpoints" / "latest" / "model.safetensors")
-    return found
-
-
-def are_equal(*runs: Path) -> bool:
-    first, *others = (weights(run) for run in runs)
-    return all((first[key] == other[key]).all() for other in others for key in first)
+def are_equal(one: Path, other: Path) -> bool:
+    return weights_of(one) == weights_of(other)
 
 
 def validation_losses(run: Path) -> list[float]:
-    return [event["loss"] for event in metrics(run) if event["event"] == "validation"]
+    return [event["loss"] for event in metrics(run, "validation")]
 
 
 def test_passes_in_order_are_the_split_again_and_again(shop: InProcess) -> None:
@@ -50,7 +44,7 @@ def test_passes_in_order_are_the_split_again_and_again(shop: InProcess) -> None:
     ]
     for run in runs:
         shop.train_here(run.name)
-    assert json.loads((runs[0] / "summary.json").read_text())["tokens_seen"] == 60 * CONTEXT
+    assert summary_of(runs[0])["tokens_seen"] == 60 * CONTEXT
     assert are_equal(*runs)
 
 
@@ -61,8 +55,8 @@ def test_the_number_of_passes_is_told_and_recorded(shop: InProcess) -> None:
     printed = shop.train_here("told").stdout
     assert f"epochs: {said}" in printed
     assert "Epochs: 2.58 of local/letters" in printed
-    assert json.loads((run / "summary.json").read_text())["epochs"] == {"local/letters": 2.5806}
-    reports = [event for event in metrics(run) if event["event"] == "train"]
+    assert summary_of(run)["epochs"] == {"local/letters": 2.5806}
+    reports = metrics(run, "train")
     for event in reports:
         assert event["epochs"] == {"local/letters": round(event["tokens_seen"] / 992, 4)}
     shop.add_run("plain", min_train_tokens=256)
@@ -71,7 +65,7 @@ def test_the_number_of_passes_is_told_and_recorded(shop: InProcess) -> None:
     passes = {run["name"]: run["values"]["epochs"]["value"] for run in table["runs"]}
     assert passes == pytest.approx({"told": 2560 / 992, "plain": 256 / 992})
     assert "epochs" not in metrics(shop.runs / "plain")[0], "runs without the key have the files of earlier versions"
-    assert "epochs" not in json.loads((shop.runs / "plain" / "summary.json").read_text())
+    assert "epochs" not in summary_of(shop.runs / "plain")
 
 
 def test_the_order_is_decided_by_its_seed_alone(shop: InProcess) -> None:
@@ -108,7 +102,7 @@ def test_another_number_of_passes_changes_a_falling_rate(shop: InProcess) -> Non
     for epochs in (None, 2.0):
         run = shop.add_run("again", **keys, epochs=epochs)
         shop.train_here("again")
-    [change] = json.loads((run / "summary.json").read_text())["changed"]
+    [change] = summary_of(run)["changed"]
     assert change.startswith("epochs: null -> 2.0 after global step ")
 
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from harness.common.program import program_commit
 from harness.model.precision import Precision
 from tests.support.in_process import InProcess
-from tests.support.launch import ROOT, Result, Workshop, finish, metrics
+from tests.support.launch import ROOT, Result, Workshop, finish, meta_of, metrics, summary_of
 
 STEPS = 10  # 1,280 tokens in global batches of 2 ranks x 2 sequences x 2 accumulation steps x 16 tokens
 
@@ -40,22 +40,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[InProcess, Path, 
 def test_every_report_is_there_and_strict_json(trained: tuple[InProcess, Path, Result]) -> None:
     _, run, _ = trained
     events = metrics(run)
-    steps = {
-        kind: [event["global_step"] for event in events if event["event"] == kind]
-        for kind in ("train", "validation", "checkpoint")
-    }
+    kinds = ("train", "validation", "checkpoint")
+    steps = {kind: [event["global_step"] for event in metrics(run, kind)] for kind in kinds}
     # Train events come every third step and with every validation. Validations come every fifth step and at the last.
     assert steps == {"train": [0, 3, 5, 6, 9], "validation": [0, 5, 9], "checkpoint": [0, 5, 9]}
     for event in events:
         assert event["tokens_seen"] == (event["global_step"] + 1) * 128
         assert event["seconds"] > 0
-    train = [event for event in events if event["event"] == "train"]
+    train = metrics(run, "train")
     assert all(event["loss_min"] <= event["loss"] <= event["loss_max"] for event in train)
-    assert [event["learning_rate"] for event in train][-1] == pytest.approx(0.001)
+    assert train[-1]["learning_rate"] == pytest.approx(0.001)
 
 
 def test_it_learns(trained: tuple[InProcess, Path, Result]) -> None:
-    losses = [event["loss"] for event in metrics(trained[1]) if event["event"] == "validation"]
+    losses = [event["loss"] for event in metrics(trained[1], "validation")]
     assert losses[0] == pytest.approx(math.log(64), rel=0.05)
     assert losses[-1] < losses[0] - 0.2
 
@@ -77,7 +75,7 @@ def test_checkpoints_chart_and_links(trained: tuple[InProcess, Path, Result]) ->
 
 def test_summary_and_what_is_printed(trained: tuple[InProcess, Path, Result]) -> None:
     _, run, result = trained
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     assert summary["tokens_seen"] == STEPS * 128
     assert summary["world_size"] == 2
     seconds = summary["seconds"]
@@ -85,7 +83,7 @@ def test_summary_and_what_is_printed(trained: tuple[InProcess, Path, Result]) ->
     assert summary["dollars"]["training"] == pytest.approx(seconds["training"] * 0.002, abs=1e-4)
     assert f"Final validation loss: {summary['final_validation_loss']:.3f}" in result.stdout
     assert result.stdout.count("Training complete") == 1  # only rank 0 prints
-    last = [event for event in metrics(run) if event["event"] == "train"][-1]
+    last = metrics(run, "train")[-1]
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("global step 9/9  loss ")]
     assert f" lr {last['learning_rate']:.2g} left 00:00 $ " in line
     assert line.endswith(f" norm {last['gradient_norm']:.2f}")
@@ -98,8 +96,8 @@ def test_the_final_loss_is_that_of_the_last_report(shop: Workshop, interval: int
     run = shop.add_run(f"every{interval}", **unvalidated, checkpoint_interval=interval, min_train_tokens=64 * 9)
     result = shop.attempt(run=run.name)
     assert result.status == 0, result
-    last = [event["loss"] for event in metrics(run) if event["event"] == "train"][-1]
-    assert json.loads((run / "summary.json").read_text())["final_train_loss"] == last
+    last = metrics(run, "train")[-1]["loss"]
+    assert summary_of(run)["final_train_loss"] == last
     assert f"Final train loss: {last:.3f}\n" in result.stdout
 
 
@@ -120,9 +118,9 @@ def test_one_process_without_torchrun(shop: Workshop) -> None:
     minutes = "clock = time.perf_counter; time.perf_counter = lambda: clock() + 60 * max(0, Now.step)\n"
     result = shop.train(ranks=1, prelude="import time\nfrom tests.support.faults import *\n" + rising + minutes)
     assert re.search(r"^global step 9/19  loss .* left 09:\d\d norm ", result.stdout, re.MULTILINE), result.stdout
-    events = metrics(run)
-    assert [event["global_step"] for event in events if event["event"] == "checkpoint"] == [0, 4, 8, 12, 16, 19]
-    assert [event["is_best"] for event in events if event["event"] == "checkpoint"] == [True] * 6
+    saved = metrics(run, "checkpoint")
+    assert [event["global_step"] for event in saved] == [0, 4, 8, 12, 16, 19]
+    assert all(event["is_best"] for event in saved)
     best, latest = ((run / "checkpoints" / link).resolve() for link in ("best", "latest"))
     assert best == latest
     meta = json.loads((latest / "meta.json").read_text())
@@ -130,24 +128,15 @@ def test_one_process_without_torchrun(shop: Workshop) -> None:
     assert "Best loss" not in result.stdout
 
 
-def test_validation_on_all_ranks_prints_the_same_number(trained: tuple[InProcess, Path, Result]) -> None:
-    shop, alone, _ = trained
-    shared = shop.add_run("shared", **SETTINGS, validation_ranks="all")
-    shop.train("shared")
-    losses = [[event["loss"] for event in metrics(run) if event["event"] == "validation"] for run in (alone, shared)]
-    assert len(losses[0]) == 3
-    assert losses[0] == losses[1]
-
-
 def test_checkpoints_and_summary_say_what_was_run_and_by_which_program(trained: tuple[InProcess, Path, Result]) -> None:
     """meta.json and summary.json record all settings, defaults included, and the precision, versions, commit, device
     and seed."""
     _, run, result = trained
-    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    meta = meta_of(run)
     name = Precision.for_training("auto", torch.device("cpu")).name
     assert f"2 x cpu, {name}, " in result.stdout
     assert meta["train"]["precision"] == "auto"
-    for record in (meta, json.loads((run / "summary.json").read_text())):
+    for record in (meta, summary_of(run)):
         assert record["versions"]["torch"] == record["torch"] == torch.__version__
         assert record["versions"]["python"] == platform.python_version()
         assert {"numpy", "safetensors", "pydantic"} <= record["versions"].keys()
@@ -178,7 +167,7 @@ builtins.open = io.open = open_here
 def test_training_and_measuring_without_what_only_linux_has(shop: Workshop) -> None:
     run = shop.add_run(min_train_tokens=256)
     replace(shop, draws=True).train(ranks=1, prelude=LIKE_MACOS)
-    assert json.loads((run / "summary.json").read_text())["global_steps"] == 4
+    assert summary_of(run)["global_steps"] == 4
     files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
     command = [str(ROOT / "test_loss.py"), str(shop.datasets), *files]
     assert "Loss on the test split" in finish([shop.fork(command, {}, LIKE_MACOS)], expect=0, timeout=60).stdout
