@@ -91,10 +91,9 @@ def test_adamw_is_torchs_to_the_bit() -> None:
     for config in (TRAIN, MATRICES_ONLY):
         ours, theirs = fresh_model(), fresh_model()
         step = OptimizerStep(ours, config)
-        matrices = [p for p in theirs.parameters() if p.dim() >= 2 or config.decay_all_parameters]
-        vectors = [p for p in theirs.parameters() if p.dim() < 2 and not config.decay_all_parameters]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        reference = torch.optim.AdamW([group for group in groups if group["params"]], betas=config.betas, fused=True)
+        decays = [0.1 if p.dim() >= 2 or config.decay_all_parameters else 0.0 for p in theirs.parameters()]
+        groups = [{"params": p, "weight_decay": by} for p, by in zip(theirs.parameters(), decays, strict=True)]
+        reference = torch.optim.AdamW(groups, betas=config.betas, fused=True)
         for number, batch in enumerate(BATCHES):
             multiplier = 1.0 / (number + 1)
             step.run(batch, multiplier)
