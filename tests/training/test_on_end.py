@@ -14,9 +14,9 @@ import pytest
 from tests.support.http_server import http_server
 from tests.support.in_process import module_shop
 from tests.support.launch import Workshop, finish, metrics, wait_until
+from tests.support.straight import FAULTS
 from tests.support.torchrun import Torchrun
 
-FAULTS = "from tests.support.faults import *\n"
 # Writes the state and the run's name into a file of the run's folder, and the other variable to standard output.
 NOTE = 'D="$DDP_PRETRAIN_DIRECTORY"; echo "$DDP_PRETRAIN_STATE $DDP_PRETRAIN_RUN" >> "$D/ended"; echo "in $D"'
 ON_END = ["sh", "-c", NOTE]
@@ -124,38 +124,46 @@ def test_it_runs_without_the_launchers_variables(shop: Workshop) -> None:
     assert not [name for name in names if name.startswith("TORCHELASTIC_")]
 
 
+HANGS = 'before("harness.mirror.store:Mirror.send", pause(1000))'  # until the process is killed
+
+
+def mirrored_run(shop: Workshop, mirror: Path, name: str) -> Path:
+    """Add a run whose command lists the checkpoints that are in the mirror."""
+    script = f'cd "$DDP_PRETRAIN_DIRECTORY"; ls "{mirror / name}/checkpoints"/*/meta.json > seen; mv seen ended'
+    settings = {"min_train_tokens": 1280, "checkpoint_interval": 2, "mirror": mirror.as_uri()}
+    return shop.add_run(name, **settings, on_end=["sh", "-c", script])
+
+
+def sent_and_kept(run: Path) -> tuple[set[str], set[str]]:
+    """Return the names of the checkpoints that the command listed, and of those that are the run's latest and best."""
+    kept = {(run / "checkpoints" / link).resolve().name for link in ("latest", "best")}
+    return {Path(line).parent.name for line in endings(run)}, kept
+
+
 @pytest.mark.fault("killed before its last upload", "what was saved is sent to the mirror, then `on_end` runs")
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_it_runs_after_the_last_upload(shop: Workshop, tmp_path: Path, is_lost: bool) -> None:
-    """Every upload by training's process hangs until that process is killed. If `is_lost`, another machine has taken
-    the run from it."""
-    in_mirror, run_name = tmp_path / f"cut{is_lost}", f"cut{is_lost}"
-    script = f'cd "$DDP_PRETRAIN_DIRECTORY"; ls "{in_mirror}/checkpoints"/*/meta.json > seen; mv seen ended'
-    show = ["sh", "-c", script]
-    settings = {"min_train_tokens": 1280, "checkpoint_interval": 2, "mirror": tmp_path.as_uri(), "on_end": show}
-    run = shop.add_run(run_name, **settings)
-    hangs = 'before("harness.mirror.store:Mirror.send", pause(1000))'
+    """If `is_lost`, another machine has taken the run from the one whose process is killed."""
+    run = mirrored_run(shop, tmp_path, f"cut{is_lost}")
     owner = json.dumps({"host": "elsewhere", "id": "other", "heard": time.time()})
-    take = f"lambda: Path({str(in_mirror / 'owner.json')!r}).write_text({owner!r})" if is_lost else "lambda: None"
-    prelude = f"{FAULTS}{hangs}; before(STEP, in_turn({take}, kill), rank=0, step=5)"
-    shop.train(run_name, prelude=prelude, expect=None)
+    place = str(tmp_path / run.name / "owner.json")
+    take = f"lambda: Path({place!r}).write_text({owner!r})" if is_lost else "lambda: None"
+    prelude = f"{FAULTS}{HANGS}; before(STEP, in_turn({take}, kill), rank=0, step=5)"
+    shop.train(run.name, prelude=prelude, expect=None)
     wait_until(lambda: (run / "ended").exists())
-    sent = {Path(line).parent.name for line in endings(run)}
-    assert sent == (set() if is_lost else {(run / "checkpoints" / link).resolve().name for link in ("latest", "best")})
+    sent, kept = sent_and_kept(run)
+    assert sent == (set() if is_lost else kept)
 
 
 def test_what_a_failed_run_has_not_sent_is_sent(shop: Workshop, tmp_path: Path) -> None:
     """Its process waits for the command, and no longer holds the run's lock."""
-    script = f'cd "$DDP_PRETRAIN_DIRECTORY"; ls "{tmp_path}/unsent/checkpoints"/*/meta.json > seen; mv seen ended'
-    settings = {"min_train_tokens": 1280, "checkpoint_interval": 2, "mirror": tmp_path.as_uri()}
-    run = shop.add_run("unsent", **settings, on_end=["sh", "-c", script])
-    hangs = 'before("harness.mirror.store:Mirror.send", pause(1000))'
+    run = mirrored_run(shop, tmp_path, "unsent")
     error = "from harness.common.errors import RunError\ndef stop(): raise RunError('no memory')\n"
-    prelude = f"{FAULTS}{error}{hangs}; before(STEP, stop, step=5)"
+    prelude = f"{FAULTS}{error}{HANGS}; before(STEP, stop, step=5)"
     done = shop.train("unsent", ranks=1, prelude=prelude, expect=1)
     assert "not everything was sent" not in done.stderr
-    sent = {Path(line).parent.name for line in endings(run)}
-    assert sent == {(run / "checkpoints" / link).resolve().name for link in ("latest", "best")}
+    sent, kept = sent_and_kept(run)
+    assert sent == kept
 
 
 def test_its_output_needs_no_reader(shop: Workshop) -> None:
