@@ -18,6 +18,7 @@ from harness.runs.summary import read_summary
 from harness.sweeps.derived_runs import write_runs
 from tests.support.launch import Workshop, metrics
 from tests.support.same_end import assert_same_end
+from tests.support.straight import FAULTS
 from tests.support.sweeping import load, sweep_command
 
 TOTAL, INTERVAL, PATIENCE = 10_000, 10, 50
@@ -122,13 +123,17 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return made
 
 
+def copy_of_ended(shop: Workshop, name: str) -> Path:
+    return Path(shutil.copytree(shop.runs / "ended", shop.runs / name, symlinks=True))
+
+
 @pytest.mark.fault("a loss that has long been above its own level", "ends with a checkpoint and exit status 4")
 def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
     run = shop.runs / "ended"
-    again = Path(shutil.copytree(run, shop.runs / "again", symlinks=True))
+    again = copy_of_ended(shop, "again")
     last = metrics(run)[-1]["global_step"]
     assert (run / "checkpoints" / "latest").resolve().name.endswith(f"-iteration-{last}")
-    best = min((each for each in metrics(run) if each["event"] == "validation"), key=lambda each: each["loss"])
+    best = min(metrics(run, "validation"), key=lambda each: each["loss"])
     assert (run / "checkpoints" / "best").resolve().name.endswith(f"-iteration-{best['global_step']}")
     assert RunRecord.read(RunDirectory(run)).state.word == "diverged"
     repeated = shop.train("again", expect=4)
@@ -143,7 +148,7 @@ def test_reports_of_validations_alone_suffice(shop: Workshop) -> None:
 
 
 def test_it_ends_at_once_if_only_a_validation_was_interrupted(shop: Workshop) -> None:
-    run = Path(shutil.copytree(shop.runs / "ended", shop.runs / "validated", symlinks=True))
+    run = copy_of_ended(shop, "validated")
     latest, last = (run / "checkpoints" / "latest").resolve(), metrics(run)[-1]["global_step"]
     write_meta(latest, read_meta(latest).model_copy(update={"validation_due": True}))
     shop.add_run("validated", **RISING | {"validation_interval": last})
@@ -165,8 +170,9 @@ def test_a_sweep_takes_it_as_a_result(shop: Workshop) -> None:
 
 
 def test_it_continues_to_the_same_end_if_that_is_asked_for(shop: Workshop) -> None:
-    run = shop.add_run("ended", **RISING, stop_if_diverged=False)
-    shop.train("ended")
+    run = copy_of_ended(shop, "continued")
+    shop.add_run("continued", **RISING, stop_if_diverged=False)
+    shop.train("continued")
     assert_same_end(shop.runs / "to-the-end", run)
     assert read_summary(run / "summary.json").has_diverged
 
@@ -174,10 +180,8 @@ def test_it_continues_to_the_same_end_if_that_is_asked_for(shop: Workshop) -> No
 @pytest.mark.slow
 def test_a_stop_before_the_end_changes_nothing(shop: Workshop) -> None:
     """The level is part of a checkpoint: a run that was stopped twice ends at the same step."""
-    shop.add_run("straight", **RISING)
-    shop.train("straight", expect=4)
-    run, faults = shop.add_run("interrupted", **RISING), "from tests.support.faults import *\n"
-    for step in (40, metrics(shop.runs / "straight")[-1]["global_step"] - 5):
-        shop.train("interrupted", prelude=f"{faults}before(STEP, tell(SIGTERM), step={step})", expect=143)
+    run = shop.add_run("interrupted", **RISING)
+    for step in (40, metrics(shop.runs / "ended")[-1]["global_step"] - 5):
+        shop.train("interrupted", prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step={step})", expect=143)
     shop.train("interrupted", expect=4)
-    assert_same_end(shop.runs / "straight", run)
+    assert_same_end(shop.runs / "ended", run)
