@@ -24,7 +24,6 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,14 +224,6 @@ def conditions() -> list[str]:
     processor += [flag for flag in known.get("flags", "").split() if flag.startswith(INSTRUCTIONS)]
     environment = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith(LIBRARIES)]
     return [torch.__version__, torch.backends.cpu.get_cpu_capability(), " ".join(processor), *environment]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(name="recorded", scope="module")
