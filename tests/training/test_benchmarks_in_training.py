@@ -9,12 +9,14 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from safetensors.numpy import save_file
@@ -31,8 +33,9 @@ from harness.runs.metrics import read_metrics
 from harness.training.evaluations import EvaluationFailed, evaluate_batches
 from tests.support.benchmark_files import sentence, write_task
 from tests.support.in_process import InProcess
-from tests.support.launch import metrics
+from tests.support.launch import meta_of, metrics, summary_of
 from tests.support.same_end import assert_same_end
+from tests.support.straight import FAULTS
 
 pytestmark = pytest.mark.slow
 
@@ -99,8 +102,8 @@ def benchmarked(shop: InProcess, exhaustive: bool) -> Path:
         prelude = SIGNAL.replace("STEP", str(step))
         stopped = shop.train(run.name, prelude=prelude, expect=128 + signal.SIGTERM)
         assert f"stopped by SIGTERM after global step {step}; to continue" in stopped.stderr
-        assert len([event for event in metrics(run) if event["event"] == "benchmark"]) == 5 * before
-        meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+        assert len(metrics(run, "benchmark")) == 5 * before
+        meta = meta_of(run)
         assert (meta["benchmarks_due"], meta["validation_due"], meta["planned"]) == (True, False, False)
     replace(shop, draws=True).train(run.name)
     return run
@@ -121,7 +124,7 @@ def test_scores_are_in_the_metrics_and_the_summary(shop: InProcess, benchmarked:
         assert event.keys() == {"event", "global_step", "tokens_seen", "seconds", "task", "metric", "value", "stderr", "examples"}  # fmt: skip  # noqa: E501
     order = [event["event"] for event in events if event["global_step"] == 4]
     assert order == ["train", "validation", *["benchmark"] * 5, "checkpoint"]
-    assert json.loads((benchmarked / "summary.json").read_text())["seconds"]["benchmarks"] > 0
+    assert summary_of(benchmarked)["seconds"]["benchmarks"] > 0
     lines = benchmark_lines(read_metrics(benchmarked / "metrics.jsonl"))
     assert list(lines) == ["choice, acc_norm", "last_word, acc", "generate, exact_match"]
     assert [step for step, _ in lines["choice, acc_norm"]] == [0, 4, 8, 9]
@@ -140,14 +143,9 @@ def test_two_ranks_get_what_one_process_gets(
     model = load_model(load_model_config(benchmarked / "model.json"), weights, torch.device("cpu"))
     tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
     loaded = benchmarks.load(with_benchmarks(shop)["benchmark_tasks"])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the run's ranks
-    try:
-        results = benchmarks.run(loaded, Scorer(model, FP32, VOCAB_SIZE, 2), tokenizer, limit=EXAMPLES)
-    finally:
-        torch.set_num_threads(threads)
+    results = benchmarks.run(loaded, Scorer(model, FP32, VOCAB_SIZE, 2), tokenizer, limit=EXAMPLES)
     here = [asdict(score) for name in loaded.asked for score in benchmarks.scores(results, name)]
-    there = [event for event in metrics(benchmarked) if event["event"] == "benchmark"][-len(here) :]
+    there = metrics(benchmarked, "benchmark")[-len(here) :]
     assert [{key: event[key] for key in here[0]} for event in there] == here
 
 
@@ -155,18 +153,13 @@ def test_a_run_with_benchmarks_ends_as_one_without(shop: InProcess, benchmarked:
     """A run with benchmarks that was stopped in the middle of them ends as a run without benchmarks."""
     run = add_run(shop, "without")
     replace(shop, draws=True).train("without")
-    assert "benchmarks" not in json.loads((run / "summary.json").read_text())["seconds"]
-    heights = [picture_height(folder / "training-run-chart.png") for folder in (benchmarked, run)]
-    assert heights[0] > heights[1], "the chart has a panel for benchmarks"
+    assert "benchmarks" not in summary_of(run)["seconds"]
+    charts = [PIL.Image.open(folder / "training-run-chart.png") for folder in (benchmarked, run)]
+    assert charts[0].height > charts[1].height, "the chart has a panel for benchmarks"
     same = Path(shutil.copytree(benchmarked, shop.runs / "same", symlinks=True))
     others = [event for event in metrics(same) if event["event"] != "benchmark"]
     (same / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in others))
     assert_same_end(same, run)
-
-
-def picture_height(path: Path) -> int:
-    """Height of a PNG file: the second number of its header."""
-    return int.from_bytes(path.read_bytes()[20:24], "big")
 
 
 def test_a_failure_while_training_is_a_warning(
@@ -186,7 +179,7 @@ def test_a_failure_while_training_is_a_warning(
     done = shop.train_here("failing")
     warnings = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
     assert warnings == ["warning: global step 0: benchmarks could not be evaluated: OSError: no space"]
-    found = [event["global_step"] for event in metrics(run) if event["event"] == "benchmark"]
+    found = [event["global_step"] for event in metrics(run, "benchmark")]
     assert found[0] == 4
     assert found[-1] == metrics(run)[-1]["global_step"]
 
@@ -201,44 +194,29 @@ def test_what_is_wrong_is_told_before_the_first_step(shop: InProcess) -> None:
 # Shared work, on ranks that are threads
 
 
-class Meeting:
-    """Exchange of values between threads that stand for ranks."""
-
-    def __init__(self, size: int) -> None:
-        self.values: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=30)
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self.values[rank] = value
-        self.barrier.wait()
-        found = list(self.values)
-        self.barrier.wait()
-        return found
-
-
 def on_ranks(size: int, work: Callable[[SharedWork], Any], stopping: Sequence[int] = ()) -> list[Any]:
     """Return what `work` returns or raises on each of `size` ranks; those in `stopping` are asked to stop."""
-    meeting, found = Meeting(size), [None] * size
+    values, barrier = [None] * size, threading.Barrier(size, timeout=30)
 
     class ThreadWorld(World):
         def gather(self, value: Any) -> list[Any]:
-            return meeting.gather(self.rank, value)
+            values[self.rank] = value
+            barrier.wait()
+            found = list(values)
+            barrier.wait()
+            return found
 
-    def play(rank: int) -> None:
+    def play(rank: int) -> Any:
         world = ThreadWorld(rank, rank, size, size, torch.device("cpu"), Watchdog())
         stop = StopRequest()
         stop.signal = signal.SIGTERM if rank in stopping else 0
         try:
-            found[rank] = work(SharedWork(world, True, stop, Place(0, "benchmarks")))
+            return work(SharedWork(world, True, stop, Place(0, "benchmarks")))
         except Exception as error:
-            found[rank] = error  # type: ignore[call-overload]
+            return error
 
-    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(play, range(size)))
 
 
 @cache
@@ -314,7 +292,6 @@ def test_a_run_that_was_ended_by_skipped_steps_trains_past_the_next_benchmarks(s
     tasks = {"benchmark_interval": 4, "benchmark_tasks": [str(shop.path / "choice.yaml")], "benchmark_examples": 2}
     settings = {"dataset": "local/text", "min_train_tokens": 192 * 12, "validation_interval": 100, "report_interval": 3}
     shop.add_run("skips", model=SHAPE, max_skipped_steps=3, precision="fp32", **settings, **tasks)
-    faults = "from tests.support.faults import *\n"
-    infected = faults + "in_gradients(lambda gradient: gradient + torch.nan, rank=1, steps=range(1, 7))\n"
+    infected = FAULTS + "in_gradients(lambda gradient: gradient + torch.nan, rank=1, steps=range(1, 7))\n"
     shop.train("skips", prelude=infected, expect=4)
     shop.train("skips")
