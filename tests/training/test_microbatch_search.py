@@ -135,7 +135,7 @@ def test_a_right_guess_ends_the_search_and_a_refuted_one_costs_nothing() -> None
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    shop = Workshop(tmp_path_factory.mktemp("search"), {"CUDA_VISIBLE_DEVICES": ""})
+    shop = Workshop(tmp_path_factory.mktemp("search"))
     shop.add_dataset(tokens=200_000)
     shop.add_run(model=HUNGRY, gradient_accumulation_steps=None, price_per_hour=4.0)
     return shop
@@ -304,7 +304,7 @@ def test_a_late_search_ends_and_on_two_ranks_meets_the_gradients_that_training_m
     """After SEARCH_SECONDS no further size is tried, and the answer is the largest size that has fitted. On two ranks
     the search allocates as many bytes of gradients as training. In training they are views of DDP's buckets, which are
     allocated during each forward pass."""
-    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    shop = Workshop(tmp_path)
     shop.add_dataset(tokens=16 * 2 * 2 + 1)
     settings: dict[str, Any] = {"gradient_accumulation_steps": 1, "microbatch_size": 1, "min_train_tokens": -1}
     shop.add_run(**settings, optimizer="muon", shard_optimizer=True)
@@ -341,7 +341,7 @@ def test_memory_that_the_program_has_already_counts(tmp_path: Path, monkeypatch:
 
 def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: Path, exhaustive: bool) -> None:
     """For each limit near the program's own memory the command prints the largest microbatch or fails with one line."""
-    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    shop = Workshop(tmp_path)
     shop.add_dataset(tokens=500)
     shop.add_run(model={"emb_dim": 512, "n_heads": 8}, gradient_accumulation_steps=None)
     for step in range(-3, 25) if exhaustive else (0, 2, 8):
@@ -363,46 +363,48 @@ def cold(shop: Workshop, *arguments: str, ranks: int = 1, limits: Sequence[str] 
     )
 
 
+UNVALIDATED = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 9}
+
+
 @pytest.mark.parametrize(
-    ("budget", "reason"),
+    ("tokens", "changes", "words"),
     [
-        ({"train_steps": 20}, "train split of local/letters is too short"),
-        pytest.param({"warmup_steps": 6}, "warm-up", marks=pytest.mark.slow),
+        (
+            4000,
+            {"min_train_tokens": None, "train_steps": 20, "lr_schedule": "cosine", **UNVALIDATED},
+            ["the train split of local/letters is too short"],
+        ),
+        pytest.param(
+            *(4000, {"min_train_tokens": 800, "warmup_steps": 6, "lr_schedule": "cosine", **UNVALIDATED}, ["warm-up"]),
+            marks=pytest.mark.slow,
+        ),
+        (
+            400,
+            {"min_train_tokens": -1, "gradient_accumulation_steps": None},
+            [
+                "the validation split of local/letters is too",
+                "lower start_val_token or validation_batches in train.json",
+            ],
+        ),
     ],
+    ids=["tokens", "warm-up", "validation"],
 )
-def test_what_is_written_trains(tmp_path: Path, budget: dict[str, int], reason: str) -> None:
-    """--write writes a smaller microbatch than the one found if training would refuse that one. With the microbatch
-    found, the same steps need more tokens than the dataset has, or the same tokens give fewer steps than the warm-up
-    takes."""
+def test_what_is_written_trains(tmp_path: Path, tokens: int, changes: dict[str, Any], words: list[str]) -> None:
+    """--write writes a smaller microbatch than the one found if training would refuse that one, and prints why, and the
+    factor by which the global batch changes. With the microbatch found, the same steps need more tokens than the
+    dataset has, or the same tokens give fewer steps than the warm-up takes, or the validation split is too short."""
     shop = InProcess(tmp_path)
-    shop.add_dataset(tokens=4000)
-    tokens = None if "train_steps" in budget else 800
-    changes: dict[str, Any] = {"lr_schedule": "cosine", "min_train_tokens": tokens, **budget}
-    run = shop.add_run(validation_interval=None, validation_batches=None, checkpoint_interval=9, **changes)
+    shop.add_dataset(tokens=tokens)
+    run = shop.add_run(**changes)
     result = shop.attempt("-f", "--write")
-    assert f"note: training would refuse a microbatch of {answer(result)}: " in result.stdout
-    assert reason in result.stdout
-    assert json.loads((run / "train.json").read_text())["microbatch_size"] < answer(result)
-    assert shop.attempt().status == 0
-
-
-def test_what_validation_wants_is_said(tmp_path: Path) -> None:
-    """A note is printed if the found microbatch is too large for the validation split, because training would refuse
-    it. --write writes a microbatch that training accepts, and prints the factor by which the global batch changes."""
-    shop = InProcess(tmp_path)
-    shop.add_dataset(tokens=400)
-    run = shop.add_run(gradient_accumulation_steps=None, min_train_tokens=-1)
-    result = shop.attempt("-f", "--write")
-    (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
-    refused = f"note: training would refuse a microbatch of {answer(result)}: "
-    assert note.startswith(f"{refused}the validation split of local/letters is too")
-    assert "lower start_val_token or validation_batches in train.json" in note
+    [note] = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
+    assert note.startswith(f"note: training would refuse a microbatch of {answer(result)}: ")
+    assert all(word in note for word in words), note
     written = json.loads((run / "train.json").read_text())["microbatch_size"]
     assert written < answer(result)
-    assert (
-        f"microbatch_size is now {written}, and the global batch is {written / 2:.4g} times as large" in result.stdout
-    )
-    assert shop.attempt("--plan").status == 0
+    changed = f"microbatch_size is now {written}, and the global batch is {written / 2:.4g} times as large"
+    assert changed in result.stdout
+    assert shop.attempt().status == 0
 
 
 # Lowers the limit of rank 1 itself, as `ulimit -d` does.
@@ -426,7 +428,7 @@ def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: flo
 def test_the_answer_trains_under_the_same_limit(base_gib: float, tmp_path: Path) -> None:
     """Training with the found microbatch succeeds on two ranks that can each allocate no more than the limit, with
     validations, checkpoints and charts. Training with five sequences more runs out of memory."""
-    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    shop = Workshop(tmp_path)
     folder = shop.add_dataset(tokens=400_000)
     shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")  # enough for each microbatch
     settings: dict[str, Any] = {"gradient_accumulation_steps": None, "validation_interval": 1, "validation_batches": 1}
