@@ -3,7 +3,6 @@ steps from their formulas in fp64: batch ramp, schedule, scaling rules, clipping
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpt import GPTModel, ModelConfig
-from tests.support.launch import DATASET, MODEL, Workshop, metrics
+from tests.support.launch import DATASET, MODEL, Workshop, meta_of, metrics
+from tests.support.straight import FAULTS
 
 # Without biases of keys, because their gradient is only rounding error, by which AdamW would still make full updates.
 SHAPE = MODEL | {"drop_rate": 0.0, "emb_dim": 24, "qkv_bias": False}
@@ -147,7 +147,7 @@ class Part:
     def prelude(self) -> str:
         if self.last is None:
             return ""
-        return f"from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step={self.last})\n"
+        return f"{FAULTS}before(STEP, tell(SIGTERM), rank=0, step={self.last})\n"
 
 
 def start_and_end(shop: Workshop, train: dict[str, Any], parts: Sequence[Part]) -> Iterator[GPTModel]:
@@ -197,7 +197,7 @@ def test_a_run_ends_in_the_weights_of_the_formulas(
         wanted = model.get_parameter(name)
         moved = (wanted - start[name]).norm()
         assert (found - wanted).norm() < 2e-3 * moved, name
-    rates = [event["learning_rate"] for event in metrics(shop.runs / "r") if event["event"] == "train"]
+    rates = [event["learning_rate"] for event in metrics(shop.runs / "r", "train")]
     assert rates == pytest.approx(by_hand.learning_rates, rel=1e-12)
-    meta = json.loads((shop.runs / "r" / "checkpoints" / "latest" / "meta.json").read_text())
+    meta = meta_of(shop.runs / "r")
     assert (meta["global_step"], meta["tokens_seen"]) == (13, 1120)
