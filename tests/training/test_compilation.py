@@ -18,7 +18,7 @@ from harness.distributed.world import World
 from harness.model import kernels
 from harness.training.step import OptimizerStep
 from tests.support.configs import model_in, train_in
-from tests.support.launch import Workshop
+from tests.support.launch import Workshop, weights_of
 
 SHORT: dict[str, Any] = {
     "min_train_tokens": 256,
@@ -56,6 +56,7 @@ def broken(graph, inputs):
 if own_rank() == 1:
     backend = broken
 """
+LACKING_ON_RANK_1 = f"{COMPILED}\nstep.should_compile = lambda setting, device: own_rank() == 0\n"
 SLOWER = "note: the model is not compiled, trains more slowly and takes more memory"
 NOTE = f"{SLOWER} (-f finds what still fits): compiling failed: "
 
@@ -101,30 +102,24 @@ def test_other_failures_of_compiling_end_the_run(
         warm_up(tmp_path, setting, error)
 
 
-def weights(run: Path) -> bytes:
-    return (run / "checkpoints" / "latest" / "model.safetensors").read_bytes()
-
-
 @pytest.mark.slow
-def test_all_ranks_step_down_if_one_cannot_compile(shop: Workshop) -> None:
+@pytest.mark.parametrize(
+    ("prelude", "reason"),
+    [
+        (BROKEN_ON_RANK_1, "RuntimeError: no such instruction"),
+        (LACKING_ON_RANK_1, "a machine has no C compiler or no Python.h"),
+    ],
+    ids=["one cannot compile", "the machine of one lacks a tool"],
+)
+def test_all_ranks_step_down_together(shop: Workshop, prelude: str, reason: str) -> None:
     """If one rank cannot compile, no rank trains compiled code, because DDP's buckets differ between compiled and
     uncompiled models."""
     run, eager = shop.add_run("r", **SHORT), shop.add_run("eager", **SHORT, compile=False)
-    result = shop.train("r", prelude=BROKEN_ON_RANK_1)
-    assert result.stdout.count(f"{NOTE}RuntimeError: no such instruction") == 1, result.stdout
+    result = shop.train("r", prelude=prelude)
+    assert result.stdout.count(f"{NOTE}{reason}") == 1, result.stdout
     assert "Traceback" not in result.stderr
     shop.train("eager")
-    assert weights(run) == weights(eager)
-
-
-@pytest.mark.slow
-def test_no_rank_compiles_if_the_machine_of_one_lacks_a_tool(shop: Workshop) -> None:
-    run, eager = shop.add_run("r", **SHORT), shop.add_run("eager", **SHORT, compile=False)
-    lacking = f"{COMPILED}\nstep.should_compile = lambda setting, device: own_rank() == 0\n"
-    result = shop.train("r", prelude=lacking)
-    assert result.stdout.count(f"{NOTE}a machine has no C compiler or no Python.h") == 1, result.stdout
-    shop.train("eager")
-    assert weights(run) == weights(eager)
+    assert weights_of(run) == weights_of(eager)
 
 
 @pytest.mark.slow
@@ -144,7 +139,7 @@ def test_two_ranks_with_a_compiled_model_continue_to_the_same_bits(shop: Worksho
     run = shop.add_run(min_train_tokens=768, validation_interval=2, bucket_mb=1, model={"emb_dim": 256, "n_layers": 1})
     result = shop.train(prelude=COMPILED)
     assert "note:" not in result.stdout
-    straight = weights(run)
+    straight = weights_of(run)
     first = min(path.name for path in (run / "checkpoints").glob("*-iteration-*"))
     shop.train("r", first, prelude=COMPILED)
-    assert weights(run) == straight
+    assert weights_of(run) == straight
