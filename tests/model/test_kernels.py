@@ -16,7 +16,7 @@ from harness.distributed.signals import StopRequest
 from harness.model import kernels
 from harness.training.failures import explained_failures
 from tests.support.isolation import FOLDER, ROOT
-from tests.support.launch import Workshop
+from tests.support.launch import Workshop, weights_of
 from tests.support.warm import warm_server
 
 
@@ -130,5 +130,5 @@ def test_on_the_cpu_kernels_that_are_chosen_for_gpus_change_no_bit(shop: Worksho
         result = shop.train(name, ranks=1)
         remark = 'note: "attention": "flash" in train.json has no effect on a CPU'
         assert (remark in result.stdout) == (name == "flash")
-        ends.append((run / "checkpoints" / "latest" / "model.safetensors").read_bytes())
+        ends.append(weights_of(run))
     assert ends[0] == ends[1] == ends[2]

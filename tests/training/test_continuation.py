@@ -20,8 +20,9 @@ from harness.runs.results import write_search
 from harness.training.evaluations import Evaluations
 from tests.runs.test_results import SEARCH
 from tests.support.in_process import InProcess, module_shop
-from tests.support.launch import Workshop, finish, metrics
+from tests.support.launch import Workshop, finish, meta_of, metrics, summary_of
 from tests.support.same_end import assert_same_end
+from tests.support.straight import FAULTS
 from tests.support.torchrun import Torchrun
 
 # Dropout of 0.1 and two accumulation steps are the defaults of tests/support/launch.py.
@@ -32,7 +33,6 @@ COMMON: dict[str, Any] = {
     "warmup_steps": 4,
     "clipping_max_norm": 0.5,
 }
-FAULTS = "from tests.support.faults import *\n"
 SHORT = COMMON | {"min_train_tokens": 256}
 ASIDE = {"checkpoints", "metrics.jsonl", "summary.json", "training-run-chart.png"}
 MUON = {"optimizer": "muon", "muon_momentum_warmup_steps": 6, "vector_learning_rate": 0.003}
@@ -69,11 +69,11 @@ def test_each_second_costs_the_price_of_its_time(shop: InProcess) -> None:
     """A run that continues on a cheaper machine has cost what its earlier steps cost on the dearer one, and more."""
     run = shop.add_run("moved", **SHORT, price_per_hour=3600.0)
     shop.train_here("moved")
-    earlier = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    earlier = meta_of(run)
     assert earlier["dollars"] == pytest.approx(earlier["seconds"], abs=0.01), "a dollar a second"
     shop.add_run("moved", **SHORT | {"min_train_tokens": 512}, price_per_hour=36.0)
     shop.train_here("moved")
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     for phase, seconds in summary["seconds"].items():
         before = earlier["seconds"].get(phase, sum(earlier["seconds"].values()))
         assert summary["dollars"][phase] == pytest.approx(before + (seconds - before) / 100, abs=0.002)
@@ -108,9 +108,9 @@ def test_a_dataset_that_is_replaced_during_training(tmp_path: Path) -> None:
     runs = [shop.add_run(name, **settings) for name in ("undisturbed", "disturbed")]
     shop.train("undisturbed", ranks=1)
     shop.train("disturbed", ranks=1, prelude=REPLACING.format(data=str(folders[0]), other=str(folders[1])))
-    losses = [[line["loss"] for line in metrics(run) if line["event"] == "validation"] for run in runs]
+    losses = [[line["loss"] for line in metrics(run, "validation")] for run in runs]
     assert losses[0] == losses[1]
-    metas = [json.loads((run / "checkpoints" / "latest" / "meta.json").read_text()) for run in runs]
+    metas = [meta_of(run) for run in runs]
     assert metas[0]["dataset"] == metas[1]["dataset"]
     assert (runs[1] / "checkpoints" / "latest" / "tokenizer.json").read_bytes() == tokenizer
     shop.add_run("disturbed", **settings, min_train_tokens=2560)
@@ -204,7 +204,7 @@ def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: InProcess) -
         step: json.loads((path / "meta.json").read_text())["best_loss"]
         for step, path in list_checkpoints(run / "checkpoints")
     }
-    later = [event for event in metrics(run) if event["event"] == "validation" and event["tokens_seen"] > 512]
+    later = [event for event in metrics(run, "validation") if event["tokens_seen"] > 512]
     assert all(event["loss"] > best[max(best)] for event in later), "the high learning rate did not raise the loss"
 
 
@@ -214,13 +214,13 @@ def test_changes_of_settings_are_recorded(shop: InProcess) -> None:
     for tokens, rate in ((256, 0.01), (384, 0.02), (512, 0.02), (640, 0.03)):
         run = shop.add_run("varied", min_train_tokens=tokens, learning_rate=rate)
         printed = shop.train_here("varied").stdout
-        changed.append(json.loads((run / "summary.json").read_text()).get("changed"))
+        changed.append(summary_of(run).get("changed"))
     first, second = "learning_rate: 0.01 -> 0.02 after global step 3", "learning_rate: 0.02 -> 0.03 after global step 7"
     assert changed == [None, [first], [first], [first, second]]
     assert "  train.json has changed since: learning_rate: 0.02 -> 0.03\n" in printed
     (run / "summary.json").unlink()
     shop.train_here("varied")
-    assert json.loads((run / "summary.json").read_text())["changed"] == [first, second]
+    assert summary_of(run)["changed"] == [first, second]
     said = " ".join(shop.script("compare_runs.py", "varied", "--runs-dir", "runs").stdout.split())
     how = "its settings changed during training, so it is not a replicate of a run without these changes"
     assert f"varied: {how}: {first}; {second}" in said
@@ -234,10 +234,10 @@ def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: InProcess
     earlier = (run / "summary.json").read_text()
     shop.add_run("longer", min_train_tokens=384)
     shop.train_here("longer")
-    longer = json.loads((run / "summary.json").read_text())
+    longer = summary_of(run)
     (run / "summary.json").write_text(earlier)
     assert "longer is finished" in shop.train_here("longer").stdout
-    restored = json.loads((run / "summary.json").read_text())
+    restored = summary_of(run)
     for key in ("tokens_seen", "global_steps", "final_train_loss", "train"):
         assert restored[key] == longer[key] != json.loads(earlier)[key]
     assert restored["precision"] == longer["precision"]
@@ -284,8 +284,8 @@ def test_a_run_that_a_lower_budget_ends_is_validated_there(shop: InProcess) -> N
     shop.train("shorter", ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=5)", expect=143)
     run = shop.add_run("shorter", **SHORT, validation_interval=50)
     shop.train_here("shorter")
-    summary = json.loads((run / "summary.json").read_text())
-    last = [each for each in metrics(run) if each["event"] == "validation"][-1]
+    summary = summary_of(run)
+    last = metrics(run, "validation")[-1]
     assert last["global_step"] == summary["global_steps"] - 1 > 3
     assert summary["final_validation_loss"] == pytest.approx(last["loss"])
     assert summary["train"]["min_train_tokens"] == 256
@@ -301,7 +301,7 @@ def test_samples_take_no_time_of_the_setup(shop: InProcess, monkeypatch: pytest.
     monkeypatch.setattr(Evaluations, "sample", sample)
     run = shop.add_run("timed", **SHORT, sample_prompt="def", sample_interval=1)
     shop.train_here("timed")
-    assert json.loads((run / "summary.json").read_text())["seconds"]["validation"] >= 4 * 0.4
+    assert summary_of(run)["seconds"]["validation"] >= 4 * 0.4
 
 
 @pytest.mark.fault("killed while it goes back", "the same command goes back; the run does not count as finished")

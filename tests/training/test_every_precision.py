@@ -26,6 +26,7 @@ from harness.training.batch_size_finder import MicrobatchSearcher
 from harness.training.startup import choose_precision
 from tests.support.configs import SEED_TRAIN
 from tests.support.in_process import InProcess, module_shop
+from tests.support.launch import meta_of, summary_of
 
 CPU = torch.device("cpu")
 HERE = "x86_64 CPU"
@@ -52,8 +53,8 @@ def final_loss(shop: InProcess, name: str, **keys: Any) -> float:
     loss."""
     run = shop.add_run(name, model={"drop_rate": 0.0}, **STEPS, **keys)
     shop.train_here(name)
-    summary = json.loads((run / "summary.json").read_text())
-    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    summary = summary_of(run)
+    meta = meta_of(run)
     assert (meta["precision"], summary["skipped_steps"]) == (keys["precision"], 0)
     assert (run / "checkpoints" / "latest" / "scaler.pt").exists() == (keys["precision"] == "fp16")
     loss = summary["final_validation_loss"]
