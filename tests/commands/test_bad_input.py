@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from harness.common.json_files import read_json
 from tests.support.hostile import Bench, tree
 from tests.support.in_process import InProcess
 from tests.support.launch import DATASET, Result, Workshop
-
-refused = Result.refuses
 
 
 @pytest.fixture
@@ -47,6 +44,15 @@ def unharmed(shop: Workshop, before: dict[str, str]) -> None:
     assert not [name for name in after.keys() - before.keys() if not name.startswith("datasets/.scans")]
 
 
+def refused(shop: Workshop, *words: str, run: str = "r", modes: Sequence[Sequence[str]] = ([],)) -> None:
+    """Assert that training is refused with each of `modes` as its arguments, by one line with these words, and that
+    nothing is harmed."""
+    before = tree(shop.path)
+    for arguments in modes:
+        shop.attempt(*arguments, run=run).refuses(*words)
+    unharmed(shop, before)
+
+
 def edit(shop: Workshop, file: str = "train.json", **values: Any) -> None:
     """Change keys of a run's file. A key whose value is None is removed."""
     path = shop.runs / "r" / file
@@ -57,46 +63,36 @@ def edit(shop: Workshop, file: str = "train.json", **values: Any) -> None:
 @pytest.mark.parametrize("name", ["../r", "", "a\nb", ".hidden", "é"], ids=repr)
 def test_invalid_names(trained: Workshop, name: str) -> None:
     """Invalid names are refused. tests/faults/test_hostile_input.py tries names of all kinds."""
-    before = tree(trained.path)
-    refused(trained.attempt(run=name), "run ", "plain name")
-    refused(trained.attempt(name), "checkpoint")
+    refused(trained, "run ", "plain name", run=name)
+    refused(trained, "checkpoint", modes=([name], ["../checkpoints/best"]))
     assert "newest whole" not in trained.attempt("../checkpoints/best").stderr
-    unharmed(trained, before)
     edit(trained, dataset=name)
-    refused(trained.attempt(), "dataset")
+    refused(trained, "dataset")
 
 
 @pytest.mark.parametrize("name", ["local/leters", "letters"])
 def test_a_misspelt_dataset_has_a_neighbor(shop: Workshop, name: str) -> None:
     edit(shop, dataset=name)
-    refused(shop.attempt(), 'did you mean "local/letters"?')
+    refused(shop, 'did you mean "local/letters"?')
     planned = shop.attempt("--plan")
     assert 'did you mean "local/letters"?' in " ".join((planned.stdout + planned.stderr).split())
-
-
-def test_a_start_beyond_the_split(shop: Workshop) -> None:
-    edit(shop, start_train_token=99_999)
-    refused(shop.attempt(), "after its first 99,999 tokens", "no sequence of 16 tokens", "lower start_train_token")
 
 
 def test_runs_of_an_unquoted_pattern(shop: Workshop) -> None:
     """`ddp_train.py runs/* datasets` is refused, whether the pattern matches two runs, three, or none."""
     second = str(shop.add_run("second"))
-    refused(shop.command("ddp_train.py", "r", second, str(shop.datasets)), "give one RUN, then DATASETS_DIR")
-    refused(shop.command("ddp_train.py", "lr-*", str(shop.datasets)), "give one RUN, then DATASETS_DIR")
-    refused(shop.command("ddp_train.py", "r", second, second, str(shop.datasets)), "give one RUN, then DATASETS_DIR")
+    for runs in (["r", second], ["lr-*"], ["r", second, second]):
+        shop.command("ddp_train.py", *runs, str(shop.datasets)).refuses("give one RUN, then DATASETS_DIR")
 
 
 @pytest.mark.parametrize("command", ["mirror.py", "sweep_runs.py", "convert_hf.py"])
 def test_a_group_of_commands_without_one_of_them(shop: Workshop, command: str) -> None:
-    refused(shop.command(command), "error: Missing command (see ")
+    shop.command(command).refuses("error: Missing command (see ")
 
 
 @pytest.mark.parametrize("name", ["latest", "best", "20260101Z000000-iteration-5"])
 def test_a_checkpoint_where_there_are_none(shop: Workshop, name: str) -> None:
-    before = tree(shop.path)
-    refused(shop.attempt(name), f"checkpoints/{name}", "there are: none")
-    unharmed(shop, before)
+    refused(shop, f"checkpoints/{name}", "there are: none", modes=[[name]])
 
 
 OTHER = "plain name", "for that run, give quickstart and --runs-dir {shop}/other/runs"
@@ -125,9 +121,7 @@ def test_a_run_that_is_not_there(shop: Workshop, run: str, words: tuple[str, ...
     shop.add_run("8xa100m40")
     shop.add_run("quickstart")
     (shop.runs / "out").symlink_to(Workshop(shop.path / "other").add_run("quickstart"))
-    before = tree(shop.path)
-    refused(shop.attempt(run=run.format(shop=shop.path)), *(word.format(shop=shop.path) for word in words))
-    unharmed(shop, before)
+    refused(shop, *(word.format(shop=shop.path) for word in words), run=run.format(shop=shop.path))
 
 
 def test_where_runs_were_looked_for(shop: Workshop) -> None:
@@ -136,8 +130,8 @@ def test_where_runs_were_looked_for(shop: Workshop) -> None:
     for folder, words in (("empty", "there are none in"), ("datasets", "there is no folder")):
         elsewhere = InProcess(shop.path / folder)
         asked = elsewhere.command("ddp_train.py", "r", "datasets")
-        refused(asked, "runs/r: no such run", f"{words} {elsewhere.runs}", "--runs-dir")
-    refused(shop.command("ddp_train.py", "r", "datasets", "--runs-dir", "nowhere"), "nowhere/r", "no such run")
+        asked.refuses("runs/r: no such run", f"{words} {elsewhere.runs}", "--runs-dir")
+    shop.command("ddp_train.py", "r", "datasets", "--runs-dir", "nowhere").refuses("nowhere/r", "no such run")
 
 
 def test_a_run_may_be_given_by_its_path(shop: Workshop) -> None:
@@ -168,15 +162,13 @@ def test_run_files_that_cannot_be_read(shop: Workshop, file: str) -> None:
         ("[]", "one JSON object"),
     ):
         path.write_text(text)
-        before = tree(shop.path)
-        refused(shop.attempt(), file, place)
-        unharmed(shop, before)
+        refused(shop, file, place)
     path.write_bytes(b"\xef\xbb\xbf" + whole)
     assert shop.attempt("--plan").status == 0, "a byte order mark, as editors on Windows write it"
     path.unlink()
-    refused(shop.attempt(), f"r/{file}", "no such file")
+    refused(shop, f"r/{file}", "no such file")
     path.mkdir()
-    refused(shop.attempt(), f"r/{file}", "directory")
+    refused(shop, f"r/{file}", "directory")
 
 
 # One error of each kind. tests/runs/test_config.py has all of them.
@@ -192,16 +184,17 @@ KEYS: list[tuple[str, dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("file", "values", "words"), KEYS, ids=[f"{file[:5]}-{next(iter(v))}" for file, v, _ in KEYS])
 def test_keys(shop: Workshop, file: str, values: dict[str, Any], words: list[str]) -> None:
     edit(shop, file, **values)
-    before = tree(shop.path)
-    for arguments in ([], ["--plan"], ["-f"], ["--restart"]):
-        refused(shop.attempt(*arguments), f"r/{file}", *words)
-    unharmed(shop, before)
+    refused(shop, f"r/{file}", *words, modes=([], ["--plan"], ["-f"], ["--restart"]))
 
 
 IMPOSSIBLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("short", {"min_train_tokens": 10_000}, ["wanted 10,049 tokens", "there are 4,000", "lower min_train_tokens"]),
     ("late", {"start_train_token": 3900}, ["wanted 1,281 tokens", "there are 100", "start_train_token"]),
-    ("beyond", {"start_train_token": 9000}, ["after its first 9,000 tokens", "no sequence of 16 tokens"]),
+    (
+        "beyond",
+        {"start_train_token": 9000},
+        ["after its first 9,000 tokens", "no sequence of 16 tokens", "lower start"],
+    ),
     (
         "all of nothing",
         {"start_train_token": 3990, "min_train_tokens": -1},
@@ -218,27 +211,20 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("values", "words"), [case[1:] for case in IMPOSSIBLE], ids=[case[0] for case in IMPOSSIBLE])
 def test_runs_that_cannot_work(shop: Workshop, values: dict[str, Any], words: list[str]) -> None:
     edit(shop, **values)
-    before = tree(shop.path)
-    for arguments in ([], ["--plan"]):
-        refused(shop.attempt(*arguments), *words)
-    unharmed(shop, before)
+    refused(shop, *words, modes=([], ["--plan"]))
 
 
 def test_a_start_that_a_restart_moves_away(trained: Workshop) -> None:
     edit(trained, initial_weights="checkpoints/best/model.safetensors")
-    before = tree(trained.path)
-    refused(trained.attempt("--restart"), 'r/train.json: key "initial_weights"', "copy the file out of them first")
-    unharmed(trained, before)
+    words = 'r/train.json: key "initial_weights"', "copy the file out of them first"
+    refused(trained, *words, modes=[["--restart"]])
     assert trained.attempt().status == 0, "a run that is resumed does not read them"
 
 
 def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:
     edit(shop, "model.json", vocab_size=63)
-    before = tree(shop.path)
-    for arguments in ([], [], ["--plan"]):  # found by a scan at first, then read from the scan's record
-        words = ["train.safetensors", "token id 63", "vocabulary of 63", '"vocab_size"', "at least 64"]
-        refused(shop.attempt(*arguments), *words)
-    unharmed(shop, before)
+    words = ["train.safetensors", "token id 63", "vocabulary of 63", '"vocab_size"', "at least 64"]
+    refused(shop, *words, modes=([], [], ["--plan"]))  # found by a scan at first, then read from the scan's record
 
 
 @pytest.mark.parametrize(
@@ -256,7 +242,7 @@ def test_the_vocabulary_that_is_named_is_enough(shop: Workshop, about: dict[str,
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | about))
     edit(shop, "model.json", vocab_size=10)
-    refused(shop.attempt(), "token id 61", "vocabulary of 10", f"to at least {size},")
+    refused(shop, "token id 61", "vocabulary of 10", f"to at least {size},")
     edit(shop, "model.json", vocab_size=size)
     assert shop.attempt("--plan").status == 0
 
@@ -276,6 +262,11 @@ def cut(folder: Path) -> None:
 def make_a_folder(folder: Path) -> None:
     (folder / "train.safetensors").unlink()
     (folder / "train.safetensors").mkdir()
+
+
+def lose_meta(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "meta.json").unlink()  # the tokens would be taken for GPT-2's
 
 
 DATASETS: list[tuple[str, Harm, list[str]]] = [
@@ -298,25 +289,21 @@ DATASETS: list[tuple[str, Harm, list[str]]] = [
      ["meta.json", "tokenizer", "plain name"]),
     ("no tokenizer", lambda folder: (folder / "meta.json").write_text('{"tokenizer": "gone.json"}'),
      ["gone.json"]),
+    ("no meta", lose_meta, ["no meta.json", "tokenizer.json"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("harm", "words"), [case[1:] for case in DATASETS], ids=[case[0] for case in DATASETS])
 def test_invalid_datasets(shop: Workshop, harm: Harm, words: list[str]) -> None:
     harm(shop.datasets / DATASET)
-    before = tree(shop.path)
-    refused(shop.attempt(), *words)
-    unharmed(shop, before)
+    refused(shop, *words)
 
 
 @pytest.mark.parametrize("place", ["datasets", "datasets/local", "datasets/local/letters"])
 def test_a_file_in_the_place_of_a_folder(shop: Workshop, place: str) -> None:
     shutil.rmtree(shop.path / place)
     (shop.path / place).write_text("mine")
-    before = tree(shop.path)
-    for arguments in ([], ["--plan"], ["-f"]):
-        refused(shop.attempt(*arguments), place, "is a file", "move it")
-    unharmed(shop, before)
+    refused(shop, place, "is a file", "move it", modes=([], ["--plan"], ["-f"]))
 
 
 @pytest.mark.parametrize("file", ["train.json", "model.json", "reported.json", "weights", "metrics.jsonl"])
@@ -328,7 +315,7 @@ def test_a_pipe_in_the_place_of_a_file(shop: Workshop, file: str) -> None:
     os.mkfifo(path)
     modes = [[]] if file == "metrics.jsonl" else [["--plan"]] if file == "reported.json" else [[], ["--plan"]]
     for arguments in modes:
-        refused(shop.attempt(*arguments), str(path), "not a regular file")
+        shop.attempt(*arguments).refuses(str(path), "not a regular file")
     reader, writer = os.pipe()
     os.write(writer, b"{}")
     os.close(writer)
@@ -349,53 +336,38 @@ def test_results_that_cannot_be_written(shop: Workshop, harm: str) -> None:
         path.mkdir(mode=0o555)
     if harm == "forbidden" and os.access(path, os.W_OK):
         pytest.skip("root may write everywhere")
-    for arguments in ([], ["--restart"]):
-        refused(shop.attempt(*arguments), str(path), *(["which does not exist"] if harm == "dangling" else []))
-    assert not (run / "metrics.jsonl").exists()
+    refused(shop, str(path), "which does not exist" if harm == "dangling" else "", modes=([], ["--restart"]))
 
 
 def test_a_timeout_that_is_no_number_of_seconds(shop: Workshop) -> None:
-    for text in ("abc", "-1", "nan", "inf"):
-        refused(shop.attempt(environment={"COLLECTIVE_TIMEOUT_SECONDS": text}), "COLLECTIVE_TIMEOUT_SECONDS", text)
-    several = replace(Workshop(shop.path), environment={"COLLECTIVE_TIMEOUT_SECONDS": "nan"})
-    refused(several.train(expect=2), "COLLECTIVE_TIMEOUT_SECONDS", "nan")
+    for text in ("abc", "-1", "inf", "nan"):
+        environment = {"COLLECTIVE_TIMEOUT_SECONDS": text}
+        shop.attempt(environment=environment).refuses("COLLECTIVE_TIMEOUT_SECONDS", text)
+    Workshop(shop.path, environment).train(expect=2).refuses("COLLECTIVE_TIMEOUT_SECONDS", text)
 
 
-def test_a_dataset_that_cannot_be_had(shop: Workshop) -> None:
-    before = tree(shop.path)
-    edit(shop, dataset="builtin/nothing")
-    result = shop.attempt()
-    refused(result, 'dataset "builtin/nothing"', "builtin/python-stdlib")
-    edit(shop, dataset="nobody/nothing")
-    refused(shop.attempt(), "nobody/nothing", "HF_HUB_OFFLINE", status=shop.attempt().status)
-    edit(shop, dataset=DATASET)
-    after = tree(shop.path)
-    assert {name: after[name] for name in before if "train.json" not in name} == {
-        name: value for name, value in before.items() if "train.json" not in name
-    }
-    tokenizer, meta = (shop.datasets / DATASET / name for name in ("tokenizer.json", "meta.json"))
-    tokenizer.write_text("{}")
-    meta.rename(meta.with_suffix(".old"))
-    refused(shop.attempt(), "no meta.json", "tokenizer.json")  # its tokens would be taken for GPT-2's
-    meta.with_suffix(".old").rename(meta)
-    tokenizer.unlink()
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("builtin/nothing", ['dataset "builtin/nothing"', "builtin/python-stdlib"]),
+        ("nobody/nothing", ["nobody/nothing", "HF_HUB_OFFLINE"]),
+    ],
+)
+def test_a_dataset_that_cannot_be_had(shop: Workshop, name: str, words: list[str]) -> None:
+    edit(shop, dataset=name)
+    refused(shop, *words)
 
 
 def test_a_checkpoint_of_something_else(trained: Workshop) -> None:
-    before = tree(trained.path)
     edit(trained, "model.json", n_layers=3)
-    refused(trained.attempt(), "another model", "n_layers: 2 -> 3", "--restart")
-    refused(trained.attempt("best"), "another model", "n_layers: 2 -> 3")
+    refused(trained, "another model", "n_layers: 2 -> 3", "--restart", modes=([], ["best"]))
     edit(trained, "model.json", n_layers=2)
     edit(trained, start_train_token=64)
-    refused(trained.attempt(), '"start_train_token": 0', "64", "--restart")
+    refused(trained, '"start_train_token": 0', "64", "--restart")
     edit(trained, start_train_token=0)
-    unharmed(trained, before)
     shutil.rmtree(trained.datasets)
     trained.add_dataset(seed=1)
-    before = tree(trained.path)
-    refused(trained.attempt(), "another dataset", "train", "sha256", "--restart")
-    unharmed(trained, before)
+    refused(trained, "another dataset", "train", "sha256", "--restart")
 
 
 @pytest.mark.parametrize(
@@ -429,18 +401,11 @@ def test_a_checkpoint_of_something_else(trained: Workshop) -> None:
     ids=" ".join,
 )
 def test_options_that_mean_nothing(trained: Workshop, arguments: list[str], words: list[str]) -> None:
-    before = tree(trained.path)
-    result = trained.attempt(*arguments)
-    assert result.status == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    last = result.stderr.splitlines()[-1]  # above it, click may show the usage
-    assert last.lower().startswith("error: ")
-    for word in words:
-        assert word in last
-    unharmed(trained, before)
+    refused(trained, *words, modes=[arguments])
 
 
-def test_smoke_and_loss_with_files_that_do_not_match(trained: Workshop) -> None:
+@pytest.mark.parametrize("script", ["test_smoke.py", "test_loss.py"])
+def test_smoke_and_loss_with_files_that_do_not_match(trained: Workshop, script: str) -> None:
     model, weights = (
         trained.runs / "r" / "model.json",
         trained.runs / "r" / "checkpoints" / "latest" / "model.safetensors",
@@ -451,20 +416,19 @@ def test_smoke_and_loss_with_files_that_do_not_match(trained: Workshop) -> None:
     foreign = trained.path / "foreign.safetensors"
     save_file({"tok_emb.weight": np.zeros((64, 16), np.float32)}, foreign)
     before = tree(trained.path)
-    for script, first in (("test_smoke.py", []), ("test_loss.py", [str(trained.datasets)])):
-
-        def ask(model: Path, weights: Path, script: str = script, first: list[str] = first) -> Result:
-            return trained.command(script, *first, str(model), str(weights))
-
-        refused(ask(gone, weights), "gone", "no such file")
-        refused(ask(model, gone), "gone", "no such file")
-        refused(ask(trained.path, weights), str(trained.path))
-        refused(ask(model, trained.path), str(trained.path))
-        refused(ask(other, weights), "model.safetensors", "not the model's weights", "[64, 16]", "[64, 32]")
-        refused(ask(model, broken), "broken.safetensors", "not a readable safetensors file")
-        refused(ask(model, foreign), "foreign.safetensors", "not the model's weights", "is missing")
-        refused(ask(model, model), "model.json", "not a readable safetensors file")
-        refused(ask(weights, model), "model.safetensors")
+    for files, words in (
+        ((gone, weights), ["gone", "no such file"]),
+        ((model, gone), ["gone", "no such file"]),
+        ((trained.path, weights), [str(trained.path)]),
+        ((model, trained.path), [str(trained.path)]),
+        ((other, weights), ["model.safetensors", "not the model's weights", "[64, 16]", "[64, 32]"]),
+        ((model, broken), ["broken.safetensors", "not a readable safetensors file"]),
+        ((model, foreign), ["foreign.safetensors", "not the model's weights", "is missing"]),
+        ((model, model), ["model.json", "not a readable safetensors file"]),
+        ((weights, model), ["model.safetensors"]),
+    ):
+        datasets = [str(trained.datasets)] if script == "test_loss.py" else []
+        trained.command(script, *datasets, *map(str, files)).refuses(*words)
     unharmed(trained, before)
 
 
@@ -492,7 +456,7 @@ def test_a_misspelt_model_is_told_what_was_meant(
         ("r:../../x", ["plain name"]),
         ("runs/r/model.json", ["MODEL_JSON WEIGHTS"] if script != "convert_hf.py" else ["model.json"]),
     ):
-        refused(trained.command(script, *before, model, *after, "--runs-dir", str(trained.runs)), *words)
+        trained.command(script, *before, model, *after, "--runs-dir", str(trained.runs)).refuses(*words)
     unharmed(trained, harmless)
 
 
@@ -506,7 +470,7 @@ def test_smoke_with_a_tokenizer_of_no_kind(trained: Workshop) -> None:
         ("optimizer.pt", ["optimizer.pt"]),
     ):
         (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": tokenizer}))
-        refused(trained.command("test_smoke.py", *arguments), *words)
+        trained.command("test_smoke.py", *arguments).refuses(*words)
 
 
 def test_loss_on_datasets_that_do_not_fit(trained: Workshop) -> None:
@@ -525,16 +489,16 @@ def test_loss_on_datasets_that_do_not_fit(trained: Workshop) -> None:
     def ask(*options: str, datasets: Path = trained.datasets) -> Result:
         return trained.command("test_loss.py", str(datasets), *files, *options)
 
-    refused(ask("--dataset", "local/small"), "test.safetensors", "too short", "there are 10", "--batch-size")
-    refused(ask("--batches", "100"), "test.safetensors", "wanted 9,601 tokens", "there are 500", "--batches")
-    refused(ask("--start-token", "499"), "test.safetensors", "there are 500", "--start-token")
-    refused(ask("--dataset", "local/large"), "test.safetensors", "token id 99", "vocabulary of 64")
+    ask("--dataset", "local/small").refuses("test.safetensors", "too short", "there are 10", "--batch-size")
+    ask("--batches", "100").refuses("test.safetensors", "wanted 9,601 tokens", "there are 500", "--batches")
+    ask("--start-token", "499").refuses("test.safetensors", "there are 500", "--start-token")
+    ask("--dataset", "local/large").refuses("test.safetensors", "token id 99", "vocabulary of 64")
     beyond = ask("--dataset", "local/untested", "--start-token", "600")
-    refused(beyond, "validation.safetensors", "wanted 697 tokens", "there are 500", "--start-token")
-    refused(ask("--dataset", "local/untested", "--split", "test"), "incomplete", "test.safetensors")
+    beyond.refuses("validation.safetensors", "wanted 697 tokens", "there are 500", "--start-token")
+    ask("--dataset", "local/untested", "--split", "test").refuses("incomplete", "test.safetensors")
     for name in ("../x", "letters", "a/b/c", "local/..", "local/a\nb"):
-        refused(ask("--dataset", name), "dataset")
-    refused(ask(datasets=trained.path / "runs" / "r" / "train.json"), "train.json", "is a file")
+        ask("--dataset", name).refuses("dataset")
+    ask(datasets=trained.path / "runs" / "r" / "train.json").refuses("train.json", "is a file")
     unharmed(trained, before)
 
 
@@ -545,15 +509,15 @@ def two_ranks(shop: Workshop, *arguments: str) -> Result:
 def test_two_ranks_say_it_once(trained: Workshop) -> None:
     """An error is printed once, whether both ranks find it, rank 0 alone, or the first process of each node."""
     before = tree(trained.path)
-    refused(two_ranks(trained, "nope"), "no such run")
+    two_ranks(trained, "nope").refuses("no such run")
     unharmed(trained, before)
     edit(trained, min_train_tokens=100_000)
-    refused(two_ranks(trained), "train split", "there are")
+    two_ranks(trained).refuses("train split", "there are")
     edit(trained, min_train_tokens=768)
     unharmed(trained, before)
     path = trained.runs / "r" / "checkpoints" / "latest" / "optimizer.pt"
     path.write_bytes(path.read_bytes()[:-20])
     before = tree(trained.path)
-    refused(two_ranks(trained), "optimizer.pt", "damaged")
-    refused(two_ranks(trained, "r", "nope"), "checkpoints/nope", "no such checkpoint")
+    two_ranks(trained).refuses("optimizer.pt", "damaged")
+    two_ranks(trained, "r", "nope").refuses("checkpoints/nope", "no such checkpoint")
     unharmed(trained, before)
