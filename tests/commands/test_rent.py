@@ -59,6 +59,17 @@ def refused(shop: Workshop, *arguments: str) -> str:
     return result.refuses()
 
 
+def pretend(shop: Workshop, *lines: str, **commands: str) -> Path:
+    """Replace uv by a script that notes the arguments of each `uv run` and then runs `lines`, and other commands by
+    theirs. Return the file with the notes."""
+    calls = shop.path / "calls"
+    noted = ["#!/bin/sh", f'case "$1" in run) echo "$2 $3";; *) echo "$*";; esac >> {calls}', *lines]
+    for name, script in {"uv": "\n".join(noted), **commands}.items():
+        (shop.path / "bin" / name).write_text(f"{script}\n")
+        (shop.path / "bin" / name).chmod(0o755)
+    return calls
+
+
 def test_wrong_input_is_one_line(shop: Workshop) -> None:
     assert "give one RUN" in refused(shop)
     assert "no such run" in refused(shop, "none")
@@ -130,23 +141,12 @@ def test_the_mirror_is_that_of_train_json_unless_given(shop: Workshop, given: li
 )
 def test_a_model_that_cannot_be_measured_is_published(shop: Workshop, status: int, parts: list[str]) -> None:
     """Its dataset may have no held-out split. Ctrl-C during the test ends the script instead."""
-    uv = f'#!/bin/sh\necho "$2" >> {shop.path}/calls\nif [ "$2" = test_loss.py ]; then exit {status}; fi\n'
-    (shop.path / "bin" / "uv").write_text(uv)
-    given = ["--mirror", f"file://{shop.path}/store", "--publish", "me/m", "--on-end", f"echo end >> {shop.path}/calls"]
+    calls = pretend(shop, f'if [ "$2" = test_loss.py ]; then exit {status}; fi')
+    given = ["--mirror", f"file://{shop.path}/store", "--publish", "me/m", "--on-end", f"echo end >> {calls}"]
     result = finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=status, timeout=60)
-    assert (shop.path / "calls").read_text().split() == ["mirror.py", "ddp_train.py", *parts, "end"]
+    scripts = [line.split()[0] for line in calls.read_text().splitlines()]
+    assert scripts == ["mirror.py", "ddp_train.py", *parts, "end"]
     assert "== done" not in result.stdout
-
-
-def pretend(shop: Workshop, *lines: str, **commands: str) -> Path:
-    """Replace uv by a script that notes the arguments of each `uv run` and then runs `lines`, and other commands by
-    theirs. Return the file with the notes."""
-    calls = shop.path / "calls"
-    noted = ["#!/bin/sh", f'case "$1" in run) echo "$2 $3";; *) echo "$*";; esac >> {calls}', *lines]
-    for name, script in {"uv": "\n".join(noted), **commands}.items():
-        (shop.path / "bin" / name).write_text(f"{script}\n")
-        (shop.path / "bin" / name).chmod(0o755)
-    return calls
 
 
 @pytest.mark.parametrize("part", ["ddp_train.py", "mirror.py"])
@@ -229,10 +229,8 @@ def test_a_closed_terminal_ends_no_push(shop: Workshop) -> None:
 
 
 def test_a_signal_ends_a_push_and_the_rental(shop: Workshop) -> None:
-    calls = shop.path / "calls"
-    lines = ["#!/bin/sh", f'echo "$2 $3" >> {calls}', 'if [ "$2" = ddp_train.py ]; then exit 1; fi']
-    lines += ['if [ "$3" = push ]; then exec sleep 100; fi']
-    (shop.path / "bin" / "uv").write_text("\n".join(lines) + "\n")
+    fails, hangs = 'if [ "$2" = ddp_train.py ]; then exit 1; fi', 'if [ "$3" = push ]; then exec sleep 100; fi'
+    calls = pretend(shop, fails, hangs)
     given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {calls}"]
     process = rent(shop, "r", "--skip", "setup,check,plan", *given)
     wait_until(lambda: calls.exists() and "push" in calls.read_text(), process)
