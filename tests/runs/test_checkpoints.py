@@ -139,7 +139,7 @@ def test_names_never_collide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [path for _, path in checkpoints.list_checkpoints(folder)] == paths, "names must sort in order of saving"
 
 
-def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) -> None:
+def test_order_is_by_global_step_not_by_the_clock(folder: Path) -> None:
     """Checkpoints are ordered by global step, as numbers (9 before 10), even if the clock was set back between them.
     Other things in the folder are not checkpoints."""
     named = {step: f"{year}0101Z000000-iteration-{step}" for step, year in ((9, 2030), (10, 2020), (100, 2021))}
@@ -155,13 +155,8 @@ def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) 
     assert len(checkpoints.list_checkpoints(folder)) == 3, "latest is none of the two that are kept"
     checkpoints.prune(folder, 1, set())
     assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [10, 100]
-    checkpoints.rewind_to(folder, folder / named[10], lambda: _made(tmp_path / "aside"))
+    checkpoints.rewind_to(folder, folder / named[10], RunDirectory(folder.parent).new_aside)
     assert checkpoints.choose_start(folder, None) == folder / named[10]
-
-
-def _made(path: Path) -> Path:
-    path.mkdir()
-    return path
 
 
 def test_meta_json_that_is_none_or_vouches_for_nothing(folder: Path, tmp_path: Path) -> None:
@@ -206,7 +201,7 @@ def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
     [([0, 5, 10, 15], (5,), 5), ([0, 5, 10], (0, 10), 5), ([5, 50, 60], (5, 60), 50), ([1, 10, 11, 20], (1, 20), 11)],
 )
 def test_later_checkpoints_are_moved_aside_whole(
-    folder: Path, tmp_path: Path, steps: list[int], records: tuple[int, ...], at: int
+    folder: Path, steps: list[int], records: tuple[int, ...], at: int
 ) -> None:
     """Checkpoints after the one to resume from are moved aside with all their files. `best` then links to the best
     checkpoint up to that step, as its meta.json records it. Steps are compared as numbers: 5 is not 50."""
@@ -214,8 +209,8 @@ def test_later_checkpoints_are_moved_aside_whole(
     for step in steps:
         best = max((record for record in records if record <= step), default=None)
         paths[step] = save_checkpoint(folder, a_checkpoint(step, is_best=step == best, best_step=best))
-    checkpoints.rewind_to(folder, paths[at], lambda: _made(tmp_path / "aside"))
-    moved = sorted((tmp_path / "aside" / "checkpoints").iterdir())
+    checkpoints.rewind_to(folder, paths[at], RunDirectory(folder.parent).new_aside)
+    moved = sorted(folder.parent.glob("aside/*/checkpoints/*"))
     assert [path.name for path in moved] == [paths[step].name for step in steps if step > at]
     for path in moved:
         checkpoints.verify_checkpoint(path)

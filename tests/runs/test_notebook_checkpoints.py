@@ -21,7 +21,7 @@ from harness.runs.upstream import optimizer_by_name
 from harness.training.adamw import AdamW
 from tests.support.configs import SEED_TRAIN, refusal
 from tests.support.in_process import InProcess
-from tests.support.launch import MODEL, Workshop, metrics
+from tests.support.launch import MODEL, metrics
 from tests.support.notebook_model import NotebookRun, notebook_model
 from tests.support.planning import plan, rows
 
@@ -36,8 +36,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def workshop(path: Path, **shape: Any) -> tuple[Workshop, NotebookRun, Path]:
-    """Return a Workshop, a NotebookRun that has trained four of twelve steps, and the folder of its checkpoint in the
+def workshop(path: Path, **shape: Any) -> tuple[InProcess, NotebookRun, Path]:
+    """Return a workshop, a NotebookRun that has trained four of twelve steps, and the folder of its checkpoint in the
     run "r"."""
     shop = InProcess(path)
     shop.add_dataset()
@@ -58,9 +58,7 @@ def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str,
     """Training that resumes from a notebook's checkpoint ends with the weights of the notebook's own further training.
     It uses the optimizer's moments and continues with the next tokens."""
     shop, notebook, _ = workshop(tmp_path, **shape)
-    result = shop.attempt(NAME)
-    assert result.status == 0, result.stderr
-    assert "its weights and optimizer are used, and 128 tokens" in result.stdout
+    assert "its weights and optimizer are used, and 128 tokens" in shop.train_here("r", NAME).stdout
     notebook.train(12 - STEPS)
     state = notebook.model.state_dict()
     ours = weights_of(shop.runs / "r")
@@ -167,17 +165,14 @@ def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -
         plan(shop, checkpoint=NAME)
     assert sorted(path.relative_to(run) for path in run.rglob("*") if path.name != ".lock") == before
     (folder / "optimizer.pt").unlink()
-    result = shop.attempt(NAME)
-    assert result.status == 0, result.stderr
-    assert "its weights are used" in result.stdout
+    assert "its weights are used" in shop.train_here("r", NAME).stdout
 
 
 def test_in_a_mirror_it_is_not_called_damaged(tmp_path: Path) -> None:
     shop, _, _ = workshop(tmp_path)
     url = f"file://{tmp_path}/store"
-    assert shop.command("mirror.py", "push", "r", url).status == 0
-    fetched = shop.command("mirror.py", "fetch", url, "r")
-    assert (fetched.status, fetched.stderr) == (0, "")
+    shop.script("mirror.py", "push", "r", url)
+    assert shop.script("mirror.py", "fetch", url, "r").stderr == ""
 
 
 def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
@@ -217,9 +212,7 @@ def test_damaged_notebooks_checkpoints(tmp_path: Path) -> None:
         whole = (folder / file).read_bytes()
         damage(folder / file)
         before = sorted(folder.parent.rglob("*"))
-        result = shop.attempt(NAME)
-        assert result.status == 2, result.stderr
-        assert words in result.error_lines[0]
+        shop.attempt(NAME).refuses(words)
         assert sorted(folder.parent.rglob("*")) == before
         (folder / file).write_bytes(whole)
 
