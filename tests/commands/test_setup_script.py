@@ -68,10 +68,13 @@ class Machine:
             """,
         )
 
-    def run(self, *arguments: str, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-        variables = {"PATH": str(self.bin), "HOME": str(self.home), "TMPDIR": str(self.temporary)} | environment
-        command = [SCRIPT, *arguments]
-        result = subprocess.run(command, env=variables | REQUIRED, capture_output=True, text=True, timeout=60)
+    def run(
+        self, *arguments: str, environment: dict[str, str] | None = None, expect: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        variables = {"PATH": str(self.bin), "HOME": str(self.home), "TMPDIR": str(self.temporary)}
+        variables |= REQUIRED | (environment or {})
+        command = [str(SCRIPT), *arguments]
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
         assert result.returncode == expect, result.stderr
         return result
 
@@ -182,11 +185,11 @@ def test_matplotlib_forgets_its_font_list_when_a_font_is_new(ready_machine: Mach
     stale, other = folder / "fontlist-v390.json", folder / "tex.cache"
     stale.touch()
     other.touch()
-    ready_machine.run(**environment)
+    ready_machine.run(environment=environment)
     assert not stale.exists()
     assert other.exists()
     stale.touch()
-    ready_machine.run(**environment)
+    ready_machine.run(environment=environment)
     assert stale.exists(), "the list is kept if no font is new"
 
 
@@ -197,7 +200,7 @@ def test_uv_is_found_where_its_installer_puts_it(machine: Machine, folder: str) 
     (machine.home / "there" / "share").mkdir(exist_ok=True)
     uv.write_text("#!/bin/sh\n")
     uv.chmod(0o755)
-    result = machine.run(**{folder: f"{machine.home}/there/share"})
+    result = machine.run(environment={folder: f"{machine.home}/there/share"})
     assert "uv is installed: " in result.stdout, result.stderr
     assert not any("astral.sh" in call for call in machine.calls("curl"))
 
@@ -249,7 +252,7 @@ def test_no_way_to_install_uv_is_an_error(machine: Machine) -> None:
 
 def test_a_home_with_a_space_in_its_name(ready_machine: Machine) -> None:
     home = ready_machine.home.rename(ready_machine.home.with_name("my home"))
-    assert ready_machine.run(HOME=str(home)).stderr == ""
+    assert ready_machine.run(environment={"HOME": str(home)}).stderr == ""
     assert (home / FONT).exists()
 
 
