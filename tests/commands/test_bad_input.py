@@ -406,10 +406,8 @@ def test_options_that_mean_nothing(trained: Workshop, arguments: list[str], word
 
 @pytest.mark.parametrize("script", ["test_smoke.py", "test_loss.py"])
 def test_smoke_and_loss_with_files_that_do_not_match(trained: Workshop, script: str) -> None:
-    model, weights = (
-        trained.runs / "r" / "model.json",
-        trained.runs / "r" / "checkpoints" / "latest" / "model.safetensors",
-    )
+    run = trained.runs / "r"
+    model, weights = run / "model.json", run / "checkpoints" / "latest" / "model.safetensors"
     other, broken, gone = trained.path / "other.json", trained.path / "broken.safetensors", trained.path / "gone"
     other.write_text(json.dumps(json.loads(model.read_text()) | {"emb_dim": 32}))
     broken.write_bytes(weights.read_bytes()[:-8])
@@ -474,10 +472,8 @@ def test_smoke_with_a_tokenizer_of_no_kind(trained: Workshop) -> None:
 
 
 def test_loss_on_datasets_that_do_not_fit(trained: Workshop) -> None:
-    files = [
-        str(trained.runs / "r" / "model.json"),
-        str(trained.runs / "r" / "checkpoints" / "best" / "model.safetensors"),
-    ]
+    run = trained.runs / "r"
+    files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
     small = trained.add_dataset("local/small", tokens=10)
     for split in ("validation", "test"):
         save_file({"tokens": np.zeros(10, np.uint16)}, small / f"{split}.safetensors")
@@ -498,7 +494,7 @@ def test_loss_on_datasets_that_do_not_fit(trained: Workshop) -> None:
     ask("--dataset", "local/untested", "--split", "test").refuses("incomplete", "test.safetensors")
     for name in ("../x", "letters", "a/b/c", "local/..", "local/a\nb"):
         ask("--dataset", name).refuses("dataset")
-    ask(datasets=trained.path / "runs" / "r" / "train.json").refuses("train.json", "is a file")
+    ask(datasets=run / "train.json").refuses("train.json", "is a file")
     unharmed(trained, before)
 
 
