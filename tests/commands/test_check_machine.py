@@ -117,8 +117,7 @@ check.{place} = fail
     job = start(shop, "r", ranks=2, prelude=broken)
     finish(job[:1], expect=1, timeout=200)  # rank 0 ends, too
     result = finish(job[1:], expect=1, timeout=200)
-    (line,) = result.stderr.splitlines()
-    assert "error: rank 1 (" in line
+    line = result.refuses("error: rank 1 (", status=1)
     assert line.endswith(
         "cpu): CUDA error: uncorrectable ECC error encountered; if that happens again, rent another machine"
     )
@@ -143,8 +142,7 @@ def test_a_full_disk_is_one_line(shop: Workshop) -> None:
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
     command = [str(ROOT / "check_machine.py"), "--runs-dir", str(shop.runs)]
     result = finish([shop.fork(command, {}, HASTE.format(seconds=0.2) + limit)], expect=1, timeout=200)
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"error: {shop.runs}: File too large while the disk was measured")
+    result.refuses(f"error: {shop.runs}: File too large while the disk was measured", status=1)
     assert [path.name for path in shop.runs.iterdir()] == ["r"]
 
 
@@ -188,9 +186,7 @@ def test_wrong_input_is_one_line(shop: Workshop) -> None:
         (["--processes", "0"], "--processes"),
         (["r", "--processes", "100000"], "at most"),
     ):
-        result = check(shop, *arguments, expect=2)
-        assert named in result.stderr
-        assert len(result.stderr.splitlines()) == 1
+        check(shop, *arguments, expect=2).refuses(named)
     shop.runs.rename(shop.path / "elsewhere")
     assert "--runs-dir" in check(shop, expect=2).stderr
 
