@@ -112,10 +112,8 @@ def test_a_stopped_run_names_what_is_missing_once(tmp_path: Path) -> None:
 
 @pytest.mark.fault("stopped while the mirror does not answer", "ends, with what is missing named")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_mirror_that_does_not_answer(tmp_path: Path, number: int) -> None:
+def test_a_signal_leaves_a_mirror_that_does_not_answer(shop: Workshop, tmp_path: Path, number: int) -> None:
     """The run has ended, and waits for its mirror. It says what is missing, and the same command sends it later."""
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
     run = shop.add_run(**SETTINGS, mirror=f"file://{tmp_path}/store")
     (process,) = start(shop, "r", prelude=faulty_store.HASTE + CUT)
     error = process.base.with_suffix(".err")  # type: ignore[union-attr]
@@ -131,10 +129,8 @@ def test_a_signal_leaves_a_mirror_that_does_not_answer(tmp_path: Path, number: i
     assert (tmp_path / "store/r/checkpoints" / newest / "meta.json").exists()
 
 
-def test_a_stopped_run_is_in_the_mirror_before_it_ends(tmp_path: Path) -> None:
+def test_a_stopped_run_is_in_the_mirror_before_it_ends(shop: Workshop, tmp_path: Path) -> None:
     """Also with two ranks, whose launcher ends all when the first has ended."""
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
     run = shop.add_run(**SETTINGS | {"min_train_tokens": 3000}, mirror=f"file://{tmp_path}/store")
     told = "from tests.support.faults import *\nbefore(STEP, tell(15), step=5)"
     shop.train(ranks=2, prelude=told, expect=128 + signal.SIGTERM)
@@ -143,10 +139,8 @@ def test_a_stopped_run_is_in_the_mirror_before_it_ends(tmp_path: Path) -> None:
     assert not (tmp_path / "store/r/owner.json").exists()
 
 
-def test_training_makes_no_call_to_the_store(tmp_path: Path) -> None:
+def test_training_makes_no_call_to_the_store(shop: Workshop, tmp_path: Path) -> None:
     """Between its start and its end, only the threads of the mirror use the store."""
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
     shop.add_run(**SETTINGS, mirror=f"file://{tmp_path}/store")
     log = tmp_path / "threads"
     prelude = f"""

@@ -14,7 +14,7 @@ import pytest
 from harness.common.lock import release
 from harness.mirror import home
 from harness.runs.directory import RunDirectory
-from tests.mirror.test_two_machines import SETTINGS, STOP, add_machine, names, remote
+from tests.mirror.test_two_machines import SETTINGS, STOP, add_machine, names, remote, url
 from tests.support.in_process import InProcess
 from tests.support.launch import metrics
 from tests.support.same_end import assert_same_end
@@ -27,11 +27,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
     return machine
 
 
-def url(machine: InProcess) -> str:
-    return f"file://{remote(machine).parent}"
+@pytest.fixture
+def store(trained: InProcess, tmp_path: Path) -> Path:
+    """A copy of the mirror, which tests may change."""
+    return Path(shutil.copytree(remote(trained).parent, tmp_path / "store"))
 
 
-def at_home(tmp_path: Path) -> InProcess:
+@pytest.fixture
+def here(tmp_path: Path) -> InProcess:
+    """A machine without runs."""
     machine = InProcess(tmp_path / "home")
     machine.runs.mkdir(parents=True)
     return machine
@@ -48,8 +52,7 @@ def test_list(trained: InProcess, tmp_path: Path) -> None:
     assert "no such place" in trained.script("mirror.py", "list", f"file://{tmp_path}/empty").stdout
 
 
-def test_fetch_everything(trained: InProcess, tmp_path: Path) -> None:
-    here = at_home(tmp_path)
+def test_fetch_everything(trained: InProcess, here: InProcess) -> None:
     here.script("mirror.py", "fetch", url(trained), "r")
     assert_same_end(trained.runs / "r", here.runs / "r")
     for name in ("model.json", "train.json", "summary.json"):
@@ -58,8 +61,7 @@ def test_fetch_everything(trained: InProcess, tmp_path: Path) -> None:
     assert not (here.runs / "r" / "aside").exists()
 
 
-def test_compare_what_was_fetched_without_weights(trained: InProcess, tmp_path: Path) -> None:
-    here = at_home(tmp_path)
+def test_compare_what_was_fetched_without_weights(trained: InProcess, here: InProcess) -> None:
     here.script("mirror.py", "fetch", url(trained), "r", "--without-weights")
     assert not (here.runs / "r" / "checkpoints").exists()
     assert "mirror.py fetch" in here.command("test_loss.py", "datasets", "r").refuses()
@@ -69,10 +71,7 @@ def test_compare_what_was_fetched_without_weights(trained: InProcess, tmp_path: 
 
 
 @pytest.mark.parametrize("weights", [[], ["--without-weights"]], ids=["all", "without-weights"])
-def test_a_fetched_run_that_trains_elsewhere_is_not_stopped(
-    trained: InProcess, tmp_path: Path, weights: list[str]
-) -> None:
-    store, here = Path(shutil.copytree(remote(trained).parent, tmp_path / "store")), at_home(tmp_path)
+def test_a_fetched_run_that_trains_elsewhere_is_not_stopped(store: Path, here: InProcess, weights: list[str]) -> None:
     (store / "r" / "summary.json").unlink()
     owner = store / "r" / "owner.json"
     owner.write_text(json.dumps({"host": "box", "pid": 7, "id": "x", "heard": 1e12}))
@@ -86,8 +85,9 @@ def test_a_fetched_run_that_trains_elsewhere_is_not_stopped(
     assert fetched_state() == "stopped"
 
 
-def test_fetching_metrics_leaves_the_lock_of_a_run_that_trains_here(trained: InProcess, tmp_path: Path) -> None:
-    store, here = Path(shutil.copytree(remote(trained).parent, tmp_path / "store")), at_home(tmp_path)
+def test_fetching_metrics_leaves_the_lock_of_a_run_that_trains_here(
+    trained: InProcess, store: Path, here: InProcess
+) -> None:
     (store / "r" / "owner.json").write_text(json.dumps({"host": "box", "pid": 7, "id": "x", "heard": 1e12}))
     run = RunDirectory(Path(shutil.copytree(trained.runs / "r", here.runs / "r", symlinks=True)))
     run.lock()
@@ -110,10 +110,10 @@ def test_fetch_keeps_the_files_of_a_run_that_is_further_here(
     assert {path: path.read_bytes() for path in kept} == kept
 
 
-def test_fetch_without_weights_brings_the_rest_of_the_metrics(tmp_path: Path) -> None:
+def test_fetch_without_weights_brings_the_rest_of_the_metrics(tmp_path: Path, here: InProcess) -> None:
     """A checkpoint of an earlier step is here, and a line that followed it on a machine that was lost, which the next
     machine has written anew. Metrics that do not begin as those in the mirror stay, with a note."""
-    away, here = add_machine(tmp_path, "away", **STOP), at_home(tmp_path)
+    away = add_machine(tmp_path, "away", **STOP)
     away.train_here()
     here.script("mirror.py", "fetch", url(away), "r")
     with (here.runs / "r" / "metrics.jsonl").open("a") as file:
@@ -129,16 +129,15 @@ def test_fetch_without_weights_brings_the_rest_of_the_metrics(tmp_path: Path) ->
     assert own.read_text() == "mine\n"
 
 
-def test_fetch_of_an_unknown_run_is_refused(trained: InProcess, tmp_path: Path) -> None:
-    here = at_home(tmp_path)
-    here.command("mirror.py", "fetch", url(trained), "q").refuses("no such run")
+@pytest.mark.parametrize("command", ["fetch", "follow"])
+def test_a_run_that_is_not_in_the_mirror_is_refused(trained: InProcess, here: InProcess, command: str) -> None:
+    here.command("mirror.py", command, url(trained), "q").refuses("no such run")
     assert not list(here.runs.iterdir())
 
 
-def test_follow(trained: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follow(trained: InProcess, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines come as the metrics grow, and the command ends with the run."""
     monkeypatch.setattr(home, "POLL_SECONDS", 0.01)
-    store = Path(shutil.copytree(remote(trained).parent, tmp_path / "store"))
     content = (store / "r" / "metrics.jsonl").read_bytes()
     (store / "r" / "metrics.jsonl").write_bytes(content[: len(content) // 2])
     (store / "r" / "owner.json").write_text(json.dumps({"host": "box", "id": "x", "heard": 1e12}))
@@ -156,9 +155,8 @@ def test_follow(trained: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_follow_a_run_that_goes_back_and_gets_further_between_two_looks(
-    trained: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: InProcess, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Path(shutil.copytree(remote(trained).parent, tmp_path / "store"))
     (store / "r" / "owner.json").write_text(json.dumps({"host": "box", "id": "x", "heard": time.time()}))
     path = store / "r" / "metrics.jsonl"
     first, *_ = losses = [event for event in metrics(trained.runs / "r") if event["event"] == "train"]
@@ -176,12 +174,9 @@ def test_follow_a_run_that_goes_back_and_gets_further_between_two_looks(
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_follow_a_machine_whose_clock_is_slow(
-    trained: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
-) -> None:
+def test_follow_a_machine_whose_clock_is_slow(store: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool) -> None:
     monkeypatch.setattr(home, "REFRESH_SECONDS", 1.0)
     monkeypatch.setattr(home, "POLL_SECONDS", 0.01)
-    store = Path(shutil.copytree(remote(trained).parent, tmp_path / "store"))
     owner = store / "r" / "owner.json"
     owner.write_text(json.dumps({"host": "box", "id": "x", "heard": 0.0}))
     lines: list[str] = []
@@ -198,12 +193,11 @@ def test_follow_a_machine_whose_clock_is_slow(
     assert ("no machine trains" if is_alive else '"box" has been silent for') in lines[-1]
 
 
-def test_push_a_run_that_had_no_mirror(tmp_path: Path) -> None:
+def test_push_a_run_that_had_no_mirror(tmp_path: Path, here: InProcess) -> None:
     machine = add_machine(tmp_path, "first", mirror=None)
     machine.train_here()
     store = f"file://{tmp_path}/store"
     assert "complete" in machine.script("mirror.py", "push", "r", store).stdout
-    here = at_home(tmp_path)
     here.script("mirror.py", "fetch", store, "r")
     assert_same_end(machine.runs / "r", here.runs / "r")
     older = add_machine(tmp_path, "older", min_train_tokens=64 * 3, mirror=None)
@@ -211,7 +205,7 @@ def test_push_a_run_that_had_no_mirror(tmp_path: Path) -> None:
     older.command("mirror.py", "push", "r", store).refuses("which is newer")
 
 
-def test_push_sends_again_what_the_mirror_has_lost_or_has_otherwise(tmp_path: Path) -> None:
+def test_push_sends_again_what_the_mirror_has_lost_or_has_otherwise(tmp_path: Path, here: InProcess) -> None:
     """A checkpoint is whole in a mirror if each file is there as it is here, also if its meta.json is there."""
     machine, other = (add_machine(tmp_path, name, mirror=None) for name in ("first", "other"))
     machine.add_run("r", learning_rate=0.01, min_train_tokens=64 * 3)
@@ -223,7 +217,6 @@ def test_push_sends_again_what_the_mirror_has_lost_or_has_otherwise(tmp_path: Pa
     assert lost.read_bytes() == (machine.runs / "r" / lost.relative_to(remote(machine))).read_bytes()
     lost.unlink()
     machine.script("mirror.py", "push", "r", f"file://{tmp_path}/store")
-    here = at_home(tmp_path)
     here.script("mirror.py", "fetch", f"file://{tmp_path}/store", "r")
     assert_same_end(machine.runs / "r", here.runs / "r")
 
@@ -239,8 +232,7 @@ def test_another_experiment_is_noticed_if_an_editor_has_written_a_byte_order_mar
     second.command("mirror.py", "push", "r", place).refuses("holds another experiment: train.json: random_seed")
 
 
-def test_another_experiment_is_neither_sent_nor_fetched(trained: InProcess, tmp_path: Path) -> None:
-    here = at_home(tmp_path)
+def test_another_experiment_is_neither_sent_nor_fetched(trained: InProcess, here: InProcess) -> None:
     here.script("mirror.py", "fetch", url(trained), "r", "--without-weights")
     path = here.runs / "r" / "model.json"
     model = json.loads(path.read_text())
@@ -250,7 +242,3 @@ def test_another_experiment_is_neither_sent_nor_fetched(trained: InProcess, tmp_
         here.command("mirror.py", *words).refuses("holds another experiment")
     assert before == {path: path.read_bytes() for path in remote(trained).rglob("*") if path.is_file()}
     assert not (here.runs / "r" / "checkpoints").exists()
-
-
-def test_follow_names_a_run_that_is_not_there(trained: InProcess) -> None:
-    trained.command("mirror.py", "follow", url(trained), "nosuch").refuses("no such run")

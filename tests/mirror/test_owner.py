@@ -31,9 +31,20 @@ def lease_of(folder: Path, machine: str) -> Lease:
     return Lease(Mirror(f"file://{folder}/store", "r"), RunDirectory(run))
 
 
-def test_a_second_machine_is_refused_waits_or_takes_over(tmp_path: Path) -> None:
-    first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
-    first.take(wait=False, take_over=False)
+@pytest.fixture
+def first(tmp_path: Path) -> Lease:
+    """The lease of a machine that trains the run."""
+    lease = lease_of(tmp_path, "a")
+    lease.take(wait=False, take_over=False)
+    return lease
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Lease:
+    return lease_of(tmp_path, "b")
+
+
+def test_a_second_machine_is_refused_waits_or_takes_over(tmp_path: Path, first: Lease, second: Lease) -> None:
     time.sleep(1.5)  # the first is alive, and keeps its lease
     with pytest.raises(UserError, match=r'"\S+" trains this run, last heard from 0 s ago.*--take-over.*--wait'):
         second.take(wait=False, take_over=False)
@@ -54,9 +65,7 @@ def test_a_second_machine_is_refused_waits_or_takes_over(tmp_path: Path) -> None
     assert not (tmp_path / "store/r/owner.json").exists()
 
 
-def test_a_machine_that_fell_silent_has_lost_the_run(tmp_path: Path) -> None:
-    first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
-    first.take(wait=False, take_over=False)
+def test_a_machine_that_fell_silent_has_lost_the_run(first: Lease, second: Lease) -> None:
     first._released.set()  # as if the machine were gone
     time.sleep(1.2)
     second.take(wait=False, take_over=False)
@@ -88,10 +97,8 @@ def test_one_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: pyte
     assert not failing
 
 
-def test_a_long_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_failure_of_the_store_ends_no_wait(first: Lease, second: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store fails for more tries than those of one look, while the owner of the run is waited for."""
-    first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
-    first.take(wait=False, take_over=False)
     pause, read, failures = time.sleep, Mirror.read, [ConnectionError()] * 20
     monkeypatch.setattr(time, "sleep", lambda seconds: pause(min(seconds, 0.01)))
     waiting = threading.Thread(target=second.take, kwargs={"wait": True, "take_over": False})
@@ -113,9 +120,7 @@ def test_a_long_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: p
     second.release()
 
 
-def test_the_machines_clocks_do_not_matter(tmp_path: Path) -> None:
-    first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
-    first.take(wait=False, take_over=False)
+def test_the_machines_clocks_do_not_matter(tmp_path: Path, first: Lease, second: Lease) -> None:
     first._released.set()
     file = tmp_path / "store/r/owner.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"heard": 0.0}))  # a clock that is decades slow
@@ -123,15 +128,12 @@ def test_the_machines_clocks_do_not_matter(tmp_path: Path) -> None:
         second.take(wait=False, take_over=False)
 
 
-def test_a_killed_run_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
-    first = lease_of(tmp_path, "a")
-    first.take(wait=False, take_over=False)
+def test_a_killed_run_does_not_wait_for_its_own_lease(tmp_path: Path, first: Lease) -> None:
     first._released.set()
     lease_of(tmp_path, "a").take(wait=False, take_over=False)
 
 
-def test_a_copy_of_the_folder_is_another_machine(tmp_path: Path) -> None:
-    lease_of(tmp_path, "a").take(wait=False, take_over=False)
+def test_a_copy_of_the_folder_is_another_machine(tmp_path: Path, first: Lease) -> None:
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     with pytest.raises(UserError, match="trains this run"):
         lease_of(tmp_path, "b").take(wait=False, take_over=False)
