@@ -15,15 +15,32 @@ from harness.runs.results import LossResult, read_results, write_loss
 from tests.support.compared_runs import BEST, DATASET, LATEST, RunFolder
 from tests.support.isolation import SHIPPED_RUNS
 
-SEEDS = (1, 2, 3)
+
+def trained(tmp_path: Path, name: str, rate: float, seed: int = 1, loss: float | None = 2.6) -> RunFolder:
+    """Return a run that has finished with this validation loss."""
+    settings = {"learning_rate": rate, "random_seed": seed}
+    return RunFolder(tmp_path, name, settings).finish(final_validation_loss=loss)
+
+
+def diverged(tmp_path: Path, name: str, rate: float, seed: int = 1) -> RunFolder:
+    """Return a run that was ended because it diverged."""
+    run = RunFolder(tmp_path, name, {"learning_rate": rate, "random_seed": seed})
+    return run.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
 
 
 def arm(tmp_path: Path, rate: float, losses: tuple[float, ...]) -> list[RunFolder]:
     return [
-        RunFolder(tmp_path, f"lr-{rate}-seed-{seed}", {"learning_rate": rate, "random_seed": seed})
-        .finish(final_validation_loss=loss + 0.1)
-        .test_loss(loss, windows=600)
-        for seed, loss in zip(SEEDS, losses, strict=False)
+        trained(tmp_path, f"lr-{rate}-seed-{seed}", rate, seed, loss + 0.1).test_loss(loss, windows=600)
+        for seed, loss in enumerate(losses, start=1)
+    ]
+
+
+def low_and_hot(tmp_path: Path, low: float, hot: float, seeds: int = 2) -> list[RunFolder]:
+    """Return the runs of two arms, "low" and then "hot", whose validation losses are a little more than these."""
+    return [
+        trained(tmp_path, f"{name}-seed{seed}", rate, seed, loss + seed / 100)
+        for name, rate, loss in [("low", 0.001, low), ("hot", 0.01, hot)]
+        for seed in range(1, seeds + 1)
     ]
 
 
@@ -42,10 +59,7 @@ def records(*runs: RunFolder) -> list[RunRecord]:
 
 
 def replicates(tmp_path: Path, rate: float, *names: str) -> list[RunFolder]:
-    return [
-        RunFolder(tmp_path, name, {"learning_rate": rate, "random_seed": seed}).finish(final_validation_loss=2 + rate)
-        for seed, name in enumerate(names)
-    ]
+    return [trained(tmp_path, name, rate, seed, 2 + rate) for seed, name in enumerate(names)]
 
 
 @pytest.mark.parametrize(
@@ -131,9 +145,7 @@ def test_validation_losses_serve_where_no_other_arm_has_a_test_loss(tmp_path: Pa
 
 
 def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_path: Path) -> None:
-    a, b, c = (
-        RunFolder(tmp_path, name, {"learning_rate": rate}).finish() for name, rate in (("a", 1), ("b", 2), ("c", 3))
-    )
+    a, b, c = (trained(tmp_path, name, rate) for rate, name in enumerate("abc", start=1))
     a.test_loss(2.5), b.test_loss(2.4), c.test_loss(2.3, sha256="00" * 32)
     found = compare_with("a", records(a, b, c))
     assert [verdict.sentence for verdict in found.verdicts if verdict.arm == "c"] == [
@@ -143,16 +155,11 @@ def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_pat
 
 def test_a_verdict_on_another_text_is_told_too(tmp_path: Path) -> None:
     """Each dataset of a mixture is a text of its own, on which another arm may be better."""
-    web = {"sha256": "dd" * 32, "dataset": "me/web"}
-    runs = [
-        RunFolder(tmp_path, f"{name}-seed{seed}", {"learning_rate": rate, "random_seed": seed})
-        .finish()
-        .test_loss(loss + seed / 1000)
-        for name, rate, loss in [("low", 0.001, 2.5), ("hot", 0.01, 2.4)]
-        for seed in SEEDS
-    ]
+    runs = low_and_hot(tmp_path, 2.5, 2.4, seeds=3)
+    for run, loss in zip(runs, (2.501, 2.502, 2.503, 2.401, 2.402, 2.403), strict=True):
+        run.test_loss(loss)
     for run, on_web in zip(runs[:-1], (3.501, 3.502, 3.503, 3.801, 3.802), strict=True):  # the last is not measured yet
-        run.test_loss(on_web, **web)
+        run.test_loss(on_web, sha256="dd" * 32, dataset="me/web")
     found = compare_with("low-seed1", records(*runs))
     told = [found.title + found.verdicts[0].sentence, *found.notes]
     for text, word in (("me/web", "worse"), (DATASET["name"], "better")):
@@ -163,33 +170,14 @@ def test_a_verdict_on_another_text_is_told_too(tmp_path: Path) -> None:
 
 
 def test_an_arm_that_is_worse_without_its_diverged_seed_is_worse(tmp_path: Path) -> None:
-    runs = [
-        RunFolder(tmp_path, f"{name}-seed{seed}", {"learning_rate": rate, "random_seed": seed}).finish(
-            final_validation_loss=loss + seed / 100
-        )
-        for name, rate, loss in [("low", 0.001, 2.6), ("hot", 0.01, 4.5)]
-        for seed in (1, 2)
-    ]
-    lost = RunFolder(tmp_path, "hot-seed3", {"learning_rate": 0.01, "random_seed": 3})
-    lost.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
+    runs, lost = low_and_hot(tmp_path, 2.6, 4.5), diverged(tmp_path, "hot-seed3", 0.01, 3)
     assert compare_with("low-seed1", records(*runs, lost)).verdicts[0].word == "worse"
     assert compare_with("hot-seed1", records(*runs, lost)).verdicts[0].word == "better"
 
 
 def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_path: Path) -> None:
-    low, hot = {"learning_rate": 0.001}, {"learning_rate": 0.01}
-    runs = [
-        RunFolder(tmp_path, f"{name}-seed{seed}", rate | {"random_seed": seed}).finish(final_validation_loss=loss)
-        for name, rate, seed, loss in [
-            ("low", low, 1, 2.6),
-            ("low", low, 2, 2.61),
-            ("hot", hot, 1, 2.5),
-            ("hot", hot, 2, 2.51),
-        ]
-    ]
+    runs, lost = low_and_hot(tmp_path, 2.6, 2.5), diverged(tmp_path, "hot-seed3", 0.01, 3)
     assert compare_with("low-seed1", records(*runs)).verdicts[0].word == "better"
-    lost = RunFolder(tmp_path, "hot-seed3", hot | {"random_seed": 3})
-    lost.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
     found = compare_with("low-seed1", records(*runs, lost))
     assert found.verdicts[0].sentence == "hot against low: inconclusive, because hot-seed3, of hot, diverged"
     assert found.notes == ["hot-seed3: diverged, so hot is not called better"]
@@ -198,14 +186,10 @@ def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_pa
     assert verdict.word == "inconclusive", "low is worse only than the seeds of hot that did not diverge"
     assert verdict.difference is not None
     assert verdict.interval is not None
-    again = RunFolder(tmp_path, "hot-seed1-again", hot | {"random_seed": 1})
-    again.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
-    assert "in no comparison" in " ".join(compare_with("low-seed1", records(*runs, again)).notes), (
-        "that seed is counted"
-    )
-    other = RunFolder(tmp_path, "hotter-seed1", {"learning_rate": 0.1})
-    other.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
-    found = compare_with("low-seed1", records(*runs, other))
+    again = diverged(tmp_path, "hot-seed1-again", 0.01)
+    notes = " ".join(compare_with("low-seed1", records(*runs, again)).notes)
+    assert "in no comparison" in notes, "that seed is counted"
+    found = compare_with("low-seed1", records(*runs, diverged(tmp_path, "hotter-seed1", 0.1)))
     assert found.verdicts[0].word == "better"
     assert "hotter-seed1: diverged, and so in no comparison" in found.notes
 
@@ -221,13 +205,8 @@ def test_the_precision_that_only_a_checkpoint_records_divides_arms(tmp_path: Pat
 
 def test_a_seed_that_diverged_and_reached_its_end_counts_against_its_arm(tmp_path: Path) -> None:
     """With stop_if_diverged false, a run reaches its end although it has diverged."""
-    runs = [
-        RunFolder(tmp_path, f"{name}-seed{seed}", {"random_seed": seed, "learning_rate": rate}).finish(
-            final_validation_loss=loss, has_diverged=name == "hot" and seed == 2
-        )
-        for name, rate in (("low", 0.001), ("hot", 0.01))
-        for seed, loss in ((1, 2.5 + (name == "low")), (2, 2.51 + (name == "low")))
-    ]
+    runs = low_and_hot(tmp_path, 3.5, 2.5)
+    runs[3].finish(final_validation_loss=2.52, has_diverged=True)
     found = compare_with("low-seed1", records(*runs))
     assert found.verdicts[0].sentence == "hot against low: inconclusive, because hot-seed2, of hot, diverged"
     assert found.notes == ["hot-seed2: diverged, so hot is not called better"]
@@ -237,20 +216,11 @@ def test_a_seed_that_diverged_and_reached_its_end_counts_against_its_arm(tmp_pat
 @pytest.mark.parametrize("measured", ["validation", "test"])
 def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path: Path, measured: str) -> None:
     """An arm with a diverged seed is inconclusive. It must not be better only because that seed is not counted."""
-    settings = [
-        (0.001, 1, 2.50),
-        (0.001, 2, 2.52),
-        (0.002, 1, 2.40),
-        (0.002, 2, 2.41),
-        (0.002, 3, None),
-        (0.1, 1, None),
-    ]
     runs = []
-    for rate, seed, loss in settings:
-        run = RunFolder(tmp_path, f"lr-{rate}-seed-{seed}", {"learning_rate": rate, "random_seed": seed})
-        runs.append(run.finish(final_validation_loss=loss))
-        if measured == "test":
-            run.test_loss(loss)
+    for rate, losses in ((0.001, (2.50, 2.52)), (0.002, (2.40, 2.41, None)), (0.1, (None,))):
+        for seed, loss in enumerate(losses, start=1):
+            run = trained(tmp_path, f"lr-{rate}-seed-{seed}", rate, seed, loss)
+            runs.append(run.test_loss(loss) if measured == "test" else run)
     found = compare_with("lr-0.001-seed-1", records(*runs))
     lost = "the loss of lr-0.002-seed-3 is not finite"
     assert f"by {measured} loss on" in found.title
@@ -264,10 +234,7 @@ def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path:
 
 def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_path: Path) -> None:
     own, other = arm(tmp_path, 0.001, (2.50, 2.52)), arm(tmp_path, 0.002, (2.40, 2.41))
-    rest = [
-        RunFolder(tmp_path, f"lr-0.002-seed-{n}", {"learning_rate": 0.002, "random_seed": n}).finish()
-        for n in (3, 4, 5, 6)
-    ]
+    rest = [trained(tmp_path, f"lr-0.002-seed-{seed}", 0.002, seed) for seed in (3, 4, 5, 6)]
     rest[0].test_loss(2.0, windows=600, precision="bf16"), rest[1].test_loss(2.0, windows=600, tokenizer="ab" * 32)
     found = compare_with("lr-0.001-seed-1", records(*own, *other, *rest))
     assert [verdict.run_counts for verdict in found.verdicts] == [(2, 2)]
@@ -289,9 +256,10 @@ def test_texts_whose_content_is_not_recorded_are_not_the_same(tmp_path: Path, re
 
 
 def test_losses_of_other_checkpoints_than_the_best_are_told(tmp_path: Path) -> None:
-    a, b = (RunFolder(tmp_path, name, {"learning_rate": rate}).finish() for name, rate in (("a", 1), ("b", 2)))
-    for run in (a, b):
-        run.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
+    a, b = (
+        trained(tmp_path, name, rate).add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
+        for rate, name in enumerate("ab", start=1)
+    )
     a.test_loss(2.5).test_loss(2.6, LATEST), b.test_loss(2.4, LATEST)
     assert compare_with("a", records(a, b)).notes == [
         f"b: test loss of checkpoint {LATEST} (latest): the best checkpoint has no comparable result"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.comparison.arms import SEED, SEEDS, SURROUNDINGS, WITHOUT_EFFECT, Arms, find_arms
+from harness.comparison.arms import SEED, SEEDS, WITHOUT_EFFECT, Arms, find_arms
 from harness.comparison.records import RunRecord, State
 from harness.model.config import ModelConfig
 from harness.runs.directory import RunDirectory
@@ -32,8 +32,7 @@ TRAIN = TrainConfig(
     clipping_max_norm=1.0,
 ).model_dump(mode="json")
 DATASET = {"name": "builtin/python-stdlib", "train": {"tokens": 9, "sha256": "ab"}}
-RECORDED: dict[str, Any] = {"dataset": DATASET, "torch": "2.15.0", "device": "CPU", "world_size": 1}
-
+RECORDED: dict[str, Any] = {"dataset": DATASET, "torch": "2.15.0", "device": "CPU", "world_size": 1, "precision": None}
 
 WEIGHTS = (SEEDS["init_seed"],)
 DROPPING: dict[str, Any] = {"model": {"drop_rate": 0.1}}
@@ -41,16 +40,11 @@ DROPPING: dict[str, Any] = {"model": {"drop_rate": 0.1}}
 
 def arms_of(**runs: dict[str, Any]) -> Arms:
     """Return the arms of finished runs. The keywords are the names of the runs. A run's dict has the keys that differ
-    from TRAIN and RECORDED, and under "model" those that differ from MODEL.
-
-    "content" replaces the dataset that the summary records, "precision_trained" gives the precision that it records,
-    "summary" has further keys of the summary, and "left_out" names keys that train.json lacks.
-    """
+    from TRAIN. Under "model" it has those that differ from MODEL, and under "summary" those that differ from RECORDED.
+    "left_out" names keys that train.json lacks."""
     records = []
     for name, changes in runs.items():
-        recorded = RECORDED | {key: changes.pop(key) for key in [*changes] if key in RECORDED and key != "dataset"}
-        recorded |= {"dataset": changes.pop("content")} if "content" in changes else {}
-        recorded |= {"precision": changes.pop("precision_trained", None), **changes.pop("summary", {})}
+        recorded = RECORDED | changes.pop("summary", {})
         model, left = {**MODEL, **changes.pop("model", {})}, changes.pop("left_out", ())
         train = {key: value for key, value in {**TRAIN, **changes}.items() if key not in left}
         state, directory = State("finished"), RunDirectory(Path("runs") / name)
@@ -117,21 +111,26 @@ def test_keys_without_effect_are_those_that_say_so() -> None:
 def test_another_model_or_data_set_is_another_arm() -> None:
     other = {**DATASET, "train": {"tokens": 9, "sha256": "cd"}}
     assert len(groups_of(a={}, b={SEED: 1, "model": {"n_layers": 3}})) == 2
-    assert len(groups_of(a={}, b={SEED: 1, "content": other})) == 2
+    assert len(groups_of(a={}, b={SEED: 1, "summary": {"dataset": other}})) == 2
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("first", "other", "said"),
     [
-        ("torch", "2.14.0", "torch (2.15.0, 2.14.0)"),
-        ("device", "NVIDIA H100", "device (CPU, NVIDIA H100)"),
-        ("world_size", 2, "number of ranks (1, 2)"),
+        ({}, {"torch": "2.14.0"}, "torch (2.15.0, 2.14.0)"),
+        ({}, {"device": "NVIDIA H100"}, "device (CPU, NVIDIA H100)"),
+        ({}, {"world_size": 2}, "number of ranks (1, 2)"),
+        # "auto" can choose different precisions on two CPUs that are recorded under one name ("x86_64 CPU").
+        ({"precision": "bf16"}, {"precision": "fp32"}, "precision (bf16, fp32)"),
+        ({}, {"attention": "FA3"}, "attention (auto, FA3)"),
     ],
+    ids=["torch", "device", "ranks", "precision", "attention"],
 )
-def test_other_surroundings_are_another_arm_and_noted(key: str, value: Any, said: str) -> None:
-    assert key in SURROUNDINGS
-    arms = arms_of(a={}, b={SEED: 1, key: value}, c={SEED: 2})
-    assert arms.run_names == {"a": ("a", "c"), "b": ("b",)}
+def test_other_surroundings_are_another_arm_and_noted(first: dict[str, Any], other: dict[str, Any], said: str) -> None:
+    own, others = {"summary": first}, {"summary": other}
+    rate = {"learning_rate": 0.003}
+    arms = arms_of(a={**own}, b={SEED: 1, **others}, x=rate, c={SEED: 2, **own}, d={SEED: 3, **others})
+    assert [*arms.run_names.values()] == [("a", "c"), ("b", "d"), ("x",)]
     assert arms.notes == [f"a, b differ in {said}: not counted as replicates"]
 
 
@@ -149,40 +148,23 @@ def test_a_change_during_training_makes_another_arm(summary: dict[str, Any]) -> 
     assert arms == [("a", "c"), ("b", "d")]
 
 
-def test_another_precision_is_another_arm_and_noted() -> None:
-    """Runs with another precision are not counted as replicates, and a note says so. "auto" can choose
-    different precisions on two CPUs that are recorded under one name ("x86_64 CPU")."""
-    low, full = {"precision_trained": "bf16"}, {"precision_trained": "fp32"}
-    arms = arms_of(a={**low}, b={SEED: 1, **full}, x={"learning_rate": 0.003}, c={SEED: 2, **low}, d={SEED: 3, **full})
-    assert [*arms.run_names.values()] == [("a", "c"), ("b", "d"), ("x",)]
-    assert arms.notes == ["a, b differ in precision (bf16, fp32): not counted as replicates"]
-
-
-def test_another_attention_kernel_is_another_arm_and_noted() -> None:
-    """With "auto" one run can have taken FlashAttention 3, and another run not."""
-    newer = {"summary": {"attention": "FA3"}}
-    arms = arms_of(a={}, b={SEED: 1, **newer}, c={SEED: 2}, d={SEED: 3, "summary": {"attention": "FA3"}})
-    assert [*arms.run_names.values()] == [("a", "c"), ("b", "d")]
-    assert arms.notes == ["a, b differ in attention (auto, FA3): not counted as replicates"]
-
-
 def test_summaries_without_precision_compare_as_before_unless_two_are_recorded() -> None:
     """Summaries of earlier versions do not record the precision. Their runs still count as replicates of other runs,
     unless those record two different precisions."""
-    low, full = {"precision_trained": "bf16"}, {"precision_trained": "fp32"}
+    low, full = {"summary": {"precision": "bf16"}}, {"summary": {"precision": "fp32"}}
     assert arms_of(a={}, b={SEED: 1}) == Arms({"a": ("a", "b")}, chance=WEIGHTS)
     assert arms_of(a={}, b={SEED: 1, **low}) == Arms({"a": ("a", "b")}, chance=WEIGHTS)
     arms = arms_of(a={}, b={SEED: 1, **low}, c={SEED: 2, **full})
     assert arms.run_names == {"a": ("a",), "b": ("b",), "c": ("c",)}
     assert arms.notes == ["a, b, c differ in precision (not recorded, bf16, fp32): not counted as replicates"]
-    elsewhere = arms_of(a={}, b={SEED: 1, "device": "NVIDIA H100", **low})
+    elsewhere = arms_of(a={}, b={SEED: 1, "summary": {"device": "NVIDIA H100", "precision": "bf16"}})
     assert elsewhere.notes == ["a, b differ in device (CPU, NVIDIA H100): not counted as replicates"]
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"torch": None, "content": None}, "these were not recorded: dataset, torch"),
+        ({"summary": {"torch": None, "dataset": None}}, "these were not recorded: dataset, torch"),
         ({"global_batch_size": 32, "left_out": ["microbatch_size"]}, "its microbatch_size was not recorded"),
         ({"initial_weights": "/a/model.safetensors"}, "random_seed changes nothing in it: "),
     ],
@@ -191,11 +173,6 @@ def test_runs_whose_replicates_are_unknown_stand_alone(changes: dict[str, Any], 
     arms = arms_of(a={SEED: 1, **changes}, b={SEED: 2, **changes})
     assert arms.run_names == {"a": ("a",), "b": ("b",)}
     assert arms.notes[0].startswith(f"a: an arm of its own; its replicates are unknown, because {reason}")
-
-
-def test_a_seed_of_dropout_makes_replicates_of_given_weights() -> None:
-    given = {"initial_weights": "/a/model.safetensors", **DROPPING}
-    assert groups_of(a={SEED: 1, **given}, b={SEED: 2, **given}) == [("a", "b")]
 
 
 def test_weights_in_a_runs_own_folder_are_not_those_of_the_same_name_in_another() -> None:
