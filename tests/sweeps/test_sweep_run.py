@@ -115,6 +115,14 @@ def run(
     return Ended(said.getvalue().splitlines(), end.getvalue().splitlines(), error, runner.stop_reason, runner.spent)
 
 
+def attempt(began: str, groups: int = 1, took: float | None = None) -> str:
+    """Return what a run's sweep.log tells of an attempt that began at this time and, unless it was killed, of its
+    duration in seconds."""
+    share = f", 1 of {groups} groups" if groups > 1 else ""
+    end = "" if took is None else f"# took {took} s\n"
+    return f"\n$ python ddp_train.py  # 2026-01-01 {began} UTC{share}\n\n{end}"
+
+
 def test_one_after_the_other_until_all_are_finished(shop: Workshop) -> None:
     sweep = make(shop, vary={"random_seed": [1, 2]})
     ended = run(shop, sweep)
@@ -260,34 +268,27 @@ def test_earlier_commands_have_spent_the_time_of_the_machine(shop: Workshop, is_
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
     add_summary(sweep.runs[0], dollars={"total": 60.0}, seconds={"total": 60.0})
     add_summary(sweep.runs[1], dollars={"total": 70.0}, seconds={"total": 70.0})
-    first, second = (
-        f"$ python ddp_train.py  # 2026-01-01 00:0{begin} UTC, 1 of 2 groups\n" for begin in ("0:00", "1:00")
-    )
-    sweep.runs[0].directory.sweep_log.write_text(f"\n{first}\n# took 60.0 s\n")
-    end = "" if is_killed else "\n# took 40.0 s\n"
+    first = attempt("00:00:00", groups=2, took=30.0)
+    sweep.runs[0].directory.sweep_log.write_text(attempt("00:00:00", groups=2, took=60.0))
     log = sweep.runs[1].directory.sweep_log
-    log.write_text(f"\n{first}\n# took 30.0 s\n# failed with exit status 1\n\n{second}{end}")
+    second = attempt("00:01:00", groups=2, took=None if is_killed else 40.0)
+    log.write_text(f"{first}# failed with exit status 1\n{second}")
     for groups in (1, 4):
         ended = run(shop, sweep, groups=groups, max_dollars=100.0)
         assert (ended.stop_reason, ended.spent) == ("max_dollars (100.00) is spent", 100.0)
     assert run(shop, sweep, max_hours=100 / 3600).said == [], "nothing is begun"
-    log.write_text(f"\n{first}\n# took 30.0 s\n")
+    log.write_text(first)
     assert run(shop, sweep, max_dollars=100.0).spent == 100.0, "40 s without a sweep, which were not shared"
 
 
 def test_several_killed_sweeps_have_spent_their_time(shop: Workshop) -> None:
     """Three sweeps were killed after 20 s, the next one finished the run in 10 s, and another run took 20 s."""
     sweep = make(shop, vary={"random_seed": [1, 2]})
-    begun = [f"\n$ python ddp_train.py  # 2026-01-01 00:00:{begin} UTC\n" for begin in ("00", "20", "40")]
-    log = "".join(begun) + "\n$ python ddp_train.py  # 2026-01-01 00:01:00 UTC\n\n# took 10.0 s\n"
-    for derived, seconds, text in zip(
-        sweep.runs,
-        (70.0, 20.0),
-        (log, "\n$ python ddp_train.py  # 2026-01-01 00:01:10 UTC\n\n# took 20.0 s\n"),
-        strict=True,
-    ):
+    killed = [attempt(began) for began in ("00:00:00", "00:00:20", "00:00:40")]
+    logs = "".join([*killed, attempt("00:01:00", took=10.0)]), attempt("00:01:10", took=20.0)
+    for derived, seconds, log in zip(sweep.runs, (70.0, 20.0), logs, strict=True):
         add_summary(derived, dollars={"total": seconds}, seconds={"total": seconds})
-        derived.directory.sweep_log.write_text(text)
+        derived.directory.sweep_log.write_text(log)
     assert run(shop, sweep, max_dollars=90.0).spent == 90.0
 
 
@@ -339,9 +340,7 @@ def test_hours_are_those_of_this_machine_and_of_earlier_commands(shop: Workshop)
     assert ended.stop_reason == "max_hours (0.000555556) has passed"
     assert re.fullmatch("s-seed1: stopped after .*, raise the sweep's max_hours or max_dollars", ended.said[-1])
     for each in sweep.runs:
-        each.directory.sweep_log.write_text(
-            "$ python ddp_train.py  # 2026-01-01 00:00:00 UTC, 1 of 2 groups\n# took 3600.0 s\n"
-        )
+        each.directory.sweep_log.write_text(attempt("00:00:00", groups=2, took=3600.0))
         each.directory.metrics.unlink(missing_ok=True)
     assert run(shop, sweep, groups=2, max_hours=1.0).said == [], "nothing is begun"
 
@@ -351,7 +350,7 @@ def test_hours_of_a_killed_sweep_count(shop: Workshop) -> None:
     was trained without a sweep does not count."""
     sweep = make(shop, vary={"random_seed": [1, 2]})
     add_summary(sweep.runs[0], seconds={"total": 7200.0})
-    sweep.runs[0].directory.sweep_log.write_text("$ python ddp_train.py  # 2026-01-01 00:00:00 UTC\n")
+    sweep.runs[0].directory.sweep_log.write_text(attempt("00:00:00"))
     assert run(shop, sweep, max_hours=1.0).said == [], "nothing is begun"
     sweep.runs[0].directory.sweep_log.unlink()
     run(shop, sweep, max_hours=1.0)
@@ -408,7 +407,7 @@ def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
     event = TrainEvent(global_step=5, tokens_seen=344, seconds=1.0, loss=2.0, tokens_per_second=93.6)
     for folder in folders[1:3]:
         MetricsFile(folder / "metrics.jsonl").append(event)
-    start = "$ python ddp_train.py  # 2026-01-01 00:00:00 UTC\n"
+    start = attempt("00:00:00")
     (folders[2] / "sweep.log").write_text(f"{start}error: out of memory\n# failed with exit status 1\n")
     (folders[3] / "sweep.log").write_text(f"{start}# failed with exit status 1\n{start}")
     (folders[4] / "summary.json").write_text("{")

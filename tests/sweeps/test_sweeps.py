@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -28,8 +27,8 @@ from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, derive, load_bas
 from harness.sweeps.file import LONGEST_LABEL, SweepRuns, labels, load_sweep
 from tests.support.configs import refusal
 from tests.support.isolation import ROOT, SHIPPED_RUNS
-from tests.support.launch import Workshop
-from tests.support.sweeping import add_summary, command
+from tests.support.launch import Result, Workshop
+from tests.support.sweeping import add_summary, command, load, sweep_command
 
 
 @pytest.fixture
@@ -39,22 +38,14 @@ def shop(tmp_path: Path) -> Workshop:
     return made
 
 
-def write(shop: Workshop, **keys: Any) -> Path:
-    path = shop.path / "s.json"
-    path.write_text(json.dumps({"base": "base", **keys}))
-    return path
-
-
-def load(shop: Workshop, **keys: Any) -> SweepRuns:
-    return load_sweep(write(shop, **keys), shop.runs)
+def derive_run(shop: Workshop, base: str, name: str, *values: str) -> Result:
+    """Run derive_run.py with these values of --set, and return its result, whatever its exit status."""
+    chosen = [word for value in values for word in ("--set", value)]
+    return command(shop, "derive_run.py", base, name, *chosen, "--datasets-dir", str(shop.datasets))
 
 
 def settings(sweep: SweepRuns, *keys: str) -> list[tuple[Any, ...]]:
     return [tuple(run.settings[key] for key in keys) for run in sweep.runs]
-
-
-def grid(*lists: Any) -> list[tuple[Any, ...]]:
-    return list(itertools.product(*lists))
 
 
 # The runs that a file makes
@@ -65,7 +56,14 @@ def grid(*lists: Any) -> list[tuple[Any, ...]]:
     [
         (  # every combination, in the order of the file
             {"vary": {"learning_rate": [0.0015, 0.003], "random_seed": [1, 2]}},
-            {("learning_rate", "random_seed", "emb_dim"): grid((0.0015, 0.003), (1, 2), (16,))},
+            {
+                ("learning_rate", "random_seed", "emb_dim"): [
+                    (0.0015, 1, 16),
+                    (0.0015, 2, 16),
+                    (0.003, 1, 16),
+                    (0.003, 2, 16),
+                ]
+            },
             ["s-lr0.0015-seed1", "s-lr0.0015-seed2", "s-lr0.003-seed1", "s-lr0.003-seed2"],
         ),
         (  # keys of both files change together
@@ -213,8 +211,7 @@ def test_bad_sweeps_get_one_line(shop: Workshop, keys: dict[str, Any], said: str
 
 def test_a_ceiling_is_finite(shop: Workshop) -> None:
     (shop.path / "s.json").write_text('{"base": "base", "vary": {"random_seed": [1]}, "max_hours": 1e400}')
-    done = shop.command("sweep_runs.py", "make", str(shop.path / "s.json"), "--runs-dir", str(shop.runs))
-    done.refuses('s.json: key "max_hours": input should be a finite number')
+    sweep_command(shop, "make").refuses('s.json: key "max_hours": input should be a finite number')
 
 
 # On the disk
@@ -225,7 +222,7 @@ def test_made_folders_are_ordinary_runs_that_name_their_parent(shop: Workshop) -
     from it. Making the runs of a sweep that has grown makes only the missing runs, and changes no file of the
     others."""
     sweep = load(shop, set={"weight_decay": 0.0}, vary={"emb_dim": [32], "random_seed": [7, 8]})
-    done = command(shop, "sweep_runs.py", "make", str(sweep.path))
+    done = sweep_command(shop, "make")
     assert done.stdout.splitlines()[:2] == [f"2 runs made in {shop.runs}", "  s-emb32-seed7"]
     for run in sweep.runs:
         assert load_model_config(run.directory.model_json) == run.model_config
@@ -238,7 +235,7 @@ def test_made_folders_are_ordinary_runs_that_name_their_parent(shop: Workshop) -
     }
     before = {path: path.stat().st_mtime_ns for path in shop.runs.rglob("*.json")}
     grown = load(shop, set={"weight_decay": 0.0}, vary={"emb_dim": [32], "random_seed": [7, 8, 9]})
-    made = command(shop, "sweep_runs.py", "make", str(grown.path)).stdout
+    made = sweep_command(shop, "make").stdout
     assert made == f"1 run made in {shop.runs}, 2 were there already\n  s-emb32-seed9\n"
     assert grown.missing() == []
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -256,9 +253,9 @@ def test_made_folders_are_ordinary_runs_that_name_their_parent(shop: Workshop) -
     ],
 )
 def test_what_no_training_can_start_is_not_made(shop: Workshop, keys: dict[str, Any], said: str) -> None:
-    path = str(write(shop, **keys))
-    for arguments in (("make", path), ("run", path, str(shop.datasets))):
-        line = command(shop, "sweep_runs.py", *arguments).refuses(said)
+    path = load(shop, **keys).path
+    for arguments in (["make"], ["run", str(shop.datasets)]):
+        line = sweep_command(shop, *arguments).refuses(said)
         assert line.startswith(f"error: {path}: makes s-")
     assert [each.name for each in shop.runs.iterdir()] == ["base"]
 
@@ -335,9 +332,8 @@ def test_a_changed_key_keeps_its_place_in_the_file(shop: Workshop) -> None:
 
 
 def test_derive_run(shop: Workshop) -> None:
-    asked = ["base", "new", "--set", "learning_rate=0.003", "--set", "dataset=local/other", "--set", "tie_weights=true"]
-    asked += ["--set", "betas=[0.9, 0.98]", "--datasets-dir", str(shop.datasets)]
-    done = command(shop, "derive_run.py", *asked)
+    asked = ["learning_rate=0.003", "dataset=local/other", "tie_weights=true", "betas=[0.9, 0.98]"]
+    done = derive_run(shop, "base", "new", *asked)
     assert done.status == 0, done.stderr
     assert "learning_rate: 0.0015 -> 0.003" in done.stdout
     assert "-> [0.9, 0.98]" in done.stdout
@@ -347,7 +343,7 @@ def test_derive_run(shop: Workshop) -> None:
     assert load_model_config(shop.runs / "new" / "model.json").tie_weights is True
     derived = json.loads((shop.runs / "new" / "derived.json").read_text())
     assert (derived["parent"], derived["sweep"]) == ("base", None)
-    line = command(shop, "derive_run.py", *asked).refuses()
+    line = derive_run(shop, "base", "new", *asked).refuses()
     assert line == f"error: {shop.runs / 'new'}: exists already; choose another name, or move it away"
 
 
@@ -357,9 +353,9 @@ def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
     folder = shop.add_dataset("local/small", tokens=400)
     folder.joinpath("meta.json").write_text(json.dumps({"vocab_size": 300}))
     save_file({"tokens": np.zeros(70, np.uint16)}, folder / "validation.safetensors")
-    derived = ["derive_run.py", "base", "new", "--set", "dataset=local/small", "--datasets-dir", str(shop.datasets)]
-    command(shop, *derived, "--set", "min_train_tokens=640").refuses("wanted 641 tokens, but there are 400")
-    done = command(shop, *derived, "--set", "learning_rate=0.003")
+    small = "dataset=local/small"
+    derive_run(shop, "base", "new", small, "min_train_tokens=640").refuses("wanted 641 tokens, but there are 400")
+    done = derive_run(shop, "base", "new", small, "learning_rate=0.003")
     assert done.stdout.splitlines()[1:] == [
         "  vocab_size: 64 -> 300",
         '  dataset: "local/letters" -> "local/small"',
@@ -368,45 +364,38 @@ def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
         "  learning_rate: 0.0015 -> 0.003",
     ]
     shop.add_run("warm", warmup_steps=20)
-    warm = command(shop, "derive_run.py", "warm", "short-warm", *derived[3:]).stdout
+    warm = derive_run(shop, "warm", "short-warm", small).stdout
     assert warm.endswith("  warmup_steps: 20 -> 1\n"), "of 6"
-    given = command(shop, "derive_run.py", "warm", "own", *derived[3:], "--set", "warmup_steps=5").stdout
-    assert given.endswith("  warmup_steps: 20 -> 5\n")
-    large = command(shop, "derive_run.py", "base", "large", *derived[3:], "--set", "microbatch_size=5")
+    assert derive_run(shop, "warm", "own", small, "warmup_steps=5").stdout.endswith("  warmup_steps: 20 -> 5\n")
+    large = derive_run(shop, "base", "large", small, "microbatch_size=5")
     large.refuses("the validation split of local/small is too short: wanted 81 tokens")
-    four = command(shop, "derive_run.py", "base", "four", *derived[3:], "--set", "microbatch_size=4")
-    assert "validation_batches: 3 -> 1" in four.stdout
+    assert "validation_batches: 3 -> 1" in derive_run(shop, "base", "four", small, "microbatch_size=4").stdout
     (folder / "validation.safetensors").unlink()
-    derived[2] = "without"
-    assert command(shop, *derived).status == 0
+    assert derive_run(shop, "base", "without", small).status == 0
     train = load_train_config(shop.runs / "without" / "train.json")
     assert (train.validates, train.checkpoint_interval) == (False, 5)
     save_file({"tokens": np.zeros(16, np.uint16)}, folder / "validation.safetensors")
-    derived[2] = "short"
     short = "validation.safetensors: shorter than a sequence of 16 tokens and their targets; prepare"
-    command(shop, *derived).refuses(short)
+    derive_run(shop, "base", "short", small).refuses(short)
 
 
 def test_a_run_derived_for_a_long_dataset_keeps_its_budget_or_is_refused(shop: Workshop) -> None:
     """Only a train split that is too short changes the number of tokens."""
     shop.add_dataset("local/long", tokens=20_000)
     shop.add_run("warm", warmup_steps=20)
-    derived = ["--set", "dataset=local/long", "--datasets-dir", str(shop.datasets)]
-    refused = command(shop, "derive_run.py", "warm", "large", *derived, "--set", "gradient_accumulation_steps=16")
+    long = "dataset=local/long"
+    refused = derive_run(shop, "warm", "large", long, "gradient_accumulation_steps=16")
     refused.refuses('key "warmup_steps": 20 steps of warm-up are longer than the run')
     assert not (shop.runs / "large").exists()
     shop.add_run("endless", epochs="repeat", start_train_token=30_000)
-    command(shop, "derive_run.py", "endless", "behind", *derived).refuses("the train split of local/long is too short")
+    derive_run(shop, "endless", "behind", long).refuses("the train split of local/long is too short")
 
 
 def test_a_microbatch_that_fits_a_small_dataset_divides_the_global_batch(shop: Workshop) -> None:
     folder = shop.add_dataset("local/little")
     save_file({"tokens": np.zeros(6 * 16 + 1, np.uint16)}, folder / "validation.safetensors")
     shop.add_run("odd", microbatch_size=7, gradient_accumulation_steps=None, global_batch_size=28)
-    done = command(
-        shop, "derive_run.py", "odd", "even", "--set", "dataset=local/little", "--datasets-dir", str(shop.datasets)
-    )
-    assert "microbatch_size: 7 -> 2\n" in done.stdout
+    assert "microbatch_size: 7 -> 2\n" in derive_run(shop, "odd", "even", "dataset=local/little").stdout
 
 
 def test_notes_of_derive_run(shop: Workshop) -> None:
@@ -416,8 +405,7 @@ def test_notes_of_derive_run(shop: Workshop) -> None:
     save_file({"tokens": np.zeros(20, np.uint16)}, folder / "validation.safetensors")
 
     def note(name: str, *settings: str) -> str:
-        asked = [word for each in settings for word in ("--set", each)]
-        done = command(shop, "derive_run.py", "base", name, "--datasets-dir", str(shop.datasets), *asked)
+        done = derive_run(shop, "base", name, *settings)
         assert done.status == 0, done.stderr
         return "".join(line for line in done.stdout.splitlines() if line.startswith("note: "))
 
@@ -428,11 +416,13 @@ def test_notes_of_derive_run(shop: Workshop) -> None:
     said = "note: microbatch_size is lowered so that the validation split of local/small fills a microbatch"
     assert note("short", "dataset=local/small") == said
     assert note("asked", "dataset=local/small", "microbatch_size=1") == note("other", "learning_rate=1") == ""
-    unknown = command(shop, "derive_run.py", "base", "unknown", "--set", "dataset=builtin/nope")
-    assert "no builtin dataset has this name; choose from builtin/python-stdlib" in unknown.refuses()
+    unknown = derive_run(shop, "base", "unknown", "dataset=builtin/nope")
+    unknown.refuses("no builtin dataset has this name; choose from builtin/python-stdlib")
     assert not (shop.runs / "unknown").exists()
-    done = command(shop, "derive_run.py", "base", "same")
-    assert done.stdout == f"{shop.runs / 'same'}: base without changes; --set KEY=VALUE changes a key\n"
+    assert (
+        derive_run(shop, "base", "same").stdout
+        == f"{shop.runs / 'same'}: base without changes; --set KEY=VALUE changes a key\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -447,7 +437,7 @@ def test_notes_of_derive_run(shop: Workshop) -> None:
     ],
 )
 def test_derive_run_refuses(shop: Workshop, setting: str, said: str) -> None:
-    command(shop, "derive_run.py", "base", "new", "--set", setting).refuses(said)
+    derive_run(shop, "base", "new", setting).refuses(said)
     assert not (shop.runs / "new").exists()
 
 
