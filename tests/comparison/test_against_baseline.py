@@ -10,37 +10,24 @@ from safetensors.numpy import save_file
 
 from harness.comparison.against_baseline import compare_with
 from harness.comparison.arms import find_arms
-from harness.comparison.records import RunRecord
 from harness.runs.results import LossResult, read_results, write_loss
-from tests.support.compared_runs import BEST, DATASET, LATEST, RunFolder
+from tests.support.compared_runs import (
+    BEST,
+    DATASET,
+    LATEST,
+    RunFolder,
+    diverged_run,
+    finished_run,
+    low_and_hot,
+    records,
+)
 from tests.support.isolation import SHIPPED_RUNS
-
-
-def trained(tmp_path: Path, name: str, rate: float, seed: int = 1, loss: float | None = 2.6) -> RunFolder:
-    """Return a run that has finished with this validation loss."""
-    settings = {"learning_rate": rate, "random_seed": seed}
-    return RunFolder(tmp_path, name, settings).finish(final_validation_loss=loss)
-
-
-def diverged(tmp_path: Path, name: str, rate: float, seed: int = 1) -> RunFolder:
-    """Return a run that was ended because it diverged."""
-    run = RunFolder(tmp_path, name, {"learning_rate": rate, "random_seed": seed})
-    return run.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
 
 
 def arm(tmp_path: Path, rate: float, losses: tuple[float, ...]) -> list[RunFolder]:
     return [
-        trained(tmp_path, f"lr-{rate}-seed-{seed}", rate, seed, loss + 0.1).test_loss(loss, windows=600)
+        finished_run(tmp_path, f"lr-{rate}-seed-{seed}", rate, seed, loss + 0.1).test_loss(loss, windows=600)
         for seed, loss in enumerate(losses, start=1)
-    ]
-
-
-def low_and_hot(tmp_path: Path, low: float, hot: float, seeds: int = 2) -> list[RunFolder]:
-    """Return the runs of two arms, "low" and then "hot", whose validation losses are a little more than these."""
-    return [
-        trained(tmp_path, f"{name}-seed{seed}", rate, seed, loss + seed / 100)
-        for name, rate, loss in [("low", 0.001, low), ("hot", 0.01, hot)]
-        for seed in range(1, seeds + 1)
     ]
 
 
@@ -54,12 +41,8 @@ def scatter_windows(run: RunFolder, own: int) -> None:
     write_loss(run.directory, result, losses)
 
 
-def records(*runs: RunFolder) -> list[RunRecord]:
-    return [RunRecord.read(run.directory) for run in runs]
-
-
 def replicates(tmp_path: Path, rate: float, *names: str) -> list[RunFolder]:
-    return [trained(tmp_path, name, rate, seed, 2 + rate) for seed, name in enumerate(names)]
+    return [finished_run(tmp_path, name, rate, seed, 2 + rate) for seed, name in enumerate(names)]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +128,7 @@ def test_validation_losses_serve_where_no_other_arm_has_a_test_loss(tmp_path: Pa
 
 
 def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_path: Path) -> None:
-    a, b, c = (trained(tmp_path, name, rate) for rate, name in enumerate("abc", start=1))
+    a, b, c = (finished_run(tmp_path, name, rate) for rate, name in enumerate("abc", start=1))
     a.test_loss(2.5), b.test_loss(2.4), c.test_loss(2.3, sha256="00" * 32)
     found = compare_with("a", records(a, b, c))
     assert [verdict.sentence for verdict in found.verdicts if verdict.arm == "c"] == [
@@ -170,13 +153,13 @@ def test_a_verdict_on_another_text_is_told_too(tmp_path: Path) -> None:
 
 
 def test_an_arm_that_is_worse_without_its_diverged_seed_is_worse(tmp_path: Path) -> None:
-    runs, lost = low_and_hot(tmp_path, 2.6, 4.5), diverged(tmp_path, "hot-seed3", 0.01, 3)
+    runs, lost = low_and_hot(tmp_path, 2.6, 4.5), diverged_run(tmp_path, "hot-seed3", 0.01, 3)
     assert compare_with("low-seed1", records(*runs, lost)).verdicts[0].word == "worse"
     assert compare_with("hot-seed1", records(*runs, lost)).verdicts[0].word == "better"
 
 
 def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_path: Path) -> None:
-    runs, lost = low_and_hot(tmp_path, 2.6, 2.5), diverged(tmp_path, "hot-seed3", 0.01, 3)
+    runs, lost = low_and_hot(tmp_path, 2.6, 2.5), diverged_run(tmp_path, "hot-seed3", 0.01, 3)
     assert compare_with("low-seed1", records(*runs)).verdicts[0].word == "better"
     found = compare_with("low-seed1", records(*runs, lost))
     assert found.verdicts[0].sentence == "hot against low: inconclusive, because hot-seed3, of hot, diverged"
@@ -186,10 +169,10 @@ def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_pa
     assert verdict.word == "inconclusive", "low is worse only than the seeds of hot that did not diverge"
     assert verdict.difference is not None
     assert verdict.interval is not None
-    again = diverged(tmp_path, "hot-seed1-again", 0.01)
+    again = diverged_run(tmp_path, "hot-seed1-again", 0.01)
     notes = " ".join(compare_with("low-seed1", records(*runs, again)).notes)
     assert "in no comparison" in notes, "that seed is counted"
-    found = compare_with("low-seed1", records(*runs, diverged(tmp_path, "hotter-seed1", 0.1)))
+    found = compare_with("low-seed1", records(*runs, diverged_run(tmp_path, "hotter-seed1", 0.1)))
     assert found.verdicts[0].word == "better"
     assert "hotter-seed1: diverged, and so in no comparison" in found.notes
 
@@ -219,7 +202,7 @@ def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path:
     runs = []
     for rate, losses in ((0.001, (2.50, 2.52)), (0.002, (2.40, 2.41, None)), (0.1, (None,))):
         for seed, loss in enumerate(losses, start=1):
-            run = trained(tmp_path, f"lr-{rate}-seed-{seed}", rate, seed, loss)
+            run = finished_run(tmp_path, f"lr-{rate}-seed-{seed}", rate, seed, loss)
             runs.append(run.test_loss(loss) if measured == "test" else run)
     found = compare_with("lr-0.001-seed-1", records(*runs))
     lost = "the loss of lr-0.002-seed-3 is not finite"
@@ -234,7 +217,7 @@ def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path:
 
 def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_path: Path) -> None:
     own, other = arm(tmp_path, 0.001, (2.50, 2.52)), arm(tmp_path, 0.002, (2.40, 2.41))
-    rest = [trained(tmp_path, f"lr-0.002-seed-{seed}", 0.002, seed) for seed in (3, 4, 5, 6)]
+    rest = [finished_run(tmp_path, f"lr-0.002-seed-{seed}", 0.002, seed) for seed in (3, 4, 5, 6)]
     rest[0].test_loss(2.0, windows=600, precision="bf16"), rest[1].test_loss(2.0, windows=600, tokenizer="ab" * 32)
     found = compare_with("lr-0.001-seed-1", records(*own, *other, *rest))
     assert [verdict.run_counts for verdict in found.verdicts] == [(2, 2)]
@@ -257,7 +240,7 @@ def test_texts_whose_content_is_not_recorded_are_not_the_same(tmp_path: Path, re
 
 def test_losses_of_other_checkpoints_than_the_best_are_told(tmp_path: Path) -> None:
     a, b = (
-        trained(tmp_path, name, rate).add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
+        finished_run(tmp_path, name, rate).add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
         for rate, name in enumerate("ab", start=1)
     )
     a.test_loss(2.5).test_loss(2.6, LATEST), b.test_loss(2.4, LATEST)

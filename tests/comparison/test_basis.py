@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from harness.comparison.against_baseline import compare_with
-from harness.comparison.records import RunRecord
 from harness.comparison.table import Column, RunsTable
 from harness.runs.results import (
     BenchmarkResult,
@@ -18,13 +17,9 @@ from harness.runs.results import (
     Result,
     write_result,
 )
-from tests.support.compared_runs import BEST, DATASET, LATEST, RunFolder
+from tests.support.compared_runs import BEST, DATASET, LATEST, RunFolder, low_and_hot, records, table_of
 
 OLDER = "20260102Z030404-iteration-70"
-
-
-def table_of(*runs: RunFolder) -> RunsTable:
-    return RunsTable.of([RunRecord.read(run.directory) for run in runs])
 
 
 def columns(table: RunsTable, key: str) -> list[Column]:
@@ -123,22 +118,16 @@ def test_checkpoints_of_an_earlier_fetch_are_not_the_best_ones_of_a_finished_run
 def test_a_loss_measured_before_the_end_is_not_that_of_a_finished_run(tmp_path: Path, is_here: bool) -> None:
     """The checkpoint was the best one when it was measured. The verdict is then one by validation loss, which is better
     although the early test loss is worse."""
-    runs = [
-        RunFolder(tmp_path, f"{name}-seed{seed}", {"learning_rate": rate, "random_seed": seed}).finish(
-            final_validation_loss=loss + seed / 100
-        )
-        for name, rate, loss in (("a", 0.1, 2.6), ("b", 0.2, 2.4))
-        for seed in (1, 2)
-    ]
+    runs = low_and_hot(tmp_path, 2.6, 2.4)
     for run in runs:
-        run.test_loss(2.5) if run.path.name.startswith("a") else run.test_loss(3.5, OLDER, is_best=True)
+        run.test_loss(2.5) if run.path.name.startswith("low") else run.test_loss(3.5, OLDER, is_best=True)
         if is_here:
             run.add_checkpoint(OLDER).add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
     (column,) = columns(table_of(*runs), "test_loss")
     assert [cell.value for cell in column.cells] == [2.5, 2.5, None, None]
     assert column.cells[2].remark.startswith(f"measured only at {OLDER}, before the run's end")
-    found = compare_with("a-seed1", [RunRecord.read(run.directory) for run in runs])
-    assert found.title.startswith("Against a (2 runs), by validation loss")
+    found = compare_with("low-seed1", records(*runs))
+    assert found.title.startswith("Against low (2 runs), by validation loss")
     assert found.verdicts[0].word == "better"
 
 

@@ -10,15 +10,14 @@ import pytest
 
 from harness.comparison.against_baseline import BaselineComparison, compare_with
 from harness.comparison.charts import GRAY, Chart, Curve, chart_note, charts_of, shown_range, write_png
-from harness.comparison.records import RunRecord
 from harness.runs.metrics import MetricsFile, ValidationEvent
-from tests.support.compared_runs import DATASET, LATEST, RunFolder
+from tests.support.compared_runs import DATASET, LATEST, RunFolder, records
 
 NO_VALIDATION = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 10}
 
 
 def chart_of(*runs: RunFolder, axis: str = "tokens", baseline: str | None = None) -> Chart:
-    (chart,) = charts_of([RunRecord.read(run.directory) for run in runs], [axis], baseline)
+    (chart,) = charts_of(records(*runs), [axis], baseline)
     return chart
 
 
@@ -180,7 +179,7 @@ def test_the_range_that_is_shown(losses: list[float], references: dict[str, floa
 
 def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_path: Path) -> None:
     runs = [trained(tmp_path, "a"), trained(tmp_path, "b", 1, 0.002)]
-    comparison = compare_with("a", [RunRecord.read(run.directory) for run in runs])
+    comparison = compare_with("a", records(*runs))
     chart = chart_of(*runs)
     assert (
         chart_note(comparison, chart) == chart_note(None, chart) == chart_note(BaselineComparison("none"), chart) == ""

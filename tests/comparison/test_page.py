@@ -10,25 +10,20 @@ import pytest
 
 from harness.comparison.against_baseline import BaselineComparison, compare_with
 from harness.comparison.page import render
-from harness.comparison.records import RunRecord
-from harness.comparison.table import RunsTable
-from tests.support.compared_runs import RunFolder
+from tests.support.compared_runs import RunFolder, table_of
 
 REFERENCES = {"<b>&": 3.8}
 
 
-def records(tmp_path: Path) -> list[RunRecord]:
-    runs = []
-    for name, rate, loss in (("<a>", 0.001, 2.5), ("b", 0.002, 2.4)):
-        runs.append(RunFolder(tmp_path, name, {"learning_rate": rate}).finish().train_to(0, 10, 20).test_loss(loss))
-    return [RunRecord.read(run.directory) for run in (*runs, RunFolder(tmp_path, "third", {"learning_rate": 0.1}))]
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    table = RunsTable.of(records(tmp_path_factory.mktemp("runs"))).sorted(None)
-    comparison = compare_with("<a>", table.records)
-    return render(table, comparison, REFERENCES, "<a>", "Made today by: compare_runs.py '<a>'")
+    folder = tmp_path_factory.mktemp("runs")
+    a, b = (
+        RunFolder(folder, name, {"learning_rate": rate}).finish().train_to(0, 10, 20).test_loss(loss)
+        for name, rate, loss in (("<a>", 0.001, 2.5), ("b", 0.002, 2.4))
+    )
+    table = table_of(a, b, RunFolder(folder, "third", {"learning_rate": 0.1})).sorted(None)
+    return render(table, compare_with("<a>", table.records), REFERENCES, "<a>", "Made today by: compare_runs.py '<a>'")
 
 
 def test_names_and_labels_are_text(page: str) -> None:
@@ -81,8 +76,7 @@ def test_it_needs_no_network_and_its_drawings_are_whole(page: str) -> None:
 
 def test_long_names_in_the_table_are_distinct_and_whole_in_their_titles(tmp_path: Path) -> None:
     names = [f"{'x' * 45}-{each}{'x' * 45}" for each in "ab"]
-    runs = [RunRecord.read(RunFolder(tmp_path, name).finish().directory) for name in names]
-    page = render(RunsTable.of(runs), None, {})
+    page = render(table_of(*(RunFolder(tmp_path, name).finish() for name in names)), None, {})
     rows = re.findall('<tr><td title="(.*?)">(.*?)</td>', page)
     assert [title for title, _ in rows] == names
     assert ["-a" in rows[0][1], "-b" in rows[1][1], max(len(text) for _, text in rows) <= 34] == [True, True, True]
@@ -90,7 +84,7 @@ def test_long_names_in_the_table_are_distinct_and_whole_in_their_titles(tmp_path
 
 def test_a_single_run_without_curves_has_all_its_columns(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").finish()
-    page = render(RunsTable.of([RunRecord.read(run.directory)]), BaselineComparison("no verdict, and why"), {})
+    page = render(table_of(run), BaselineComparison("no verdict, and why"), {})
     assert page.endswith("</html>\n")
     assert re.findall("<h2>(.*?)</h2>", page) == ["Which was better", "Runs", "Remarks", "Where this comes from"]
     assert '<p class="verdict">no verdict, and why</p>' in page
@@ -105,8 +99,8 @@ def test_a_replicate_without_a_price_is_named(tmp_path: Path) -> None:
         RunFolder(tmp_path, f"a-seed{seed}", {"random_seed": seed, "price_per_hour": price}).finish().train_to(0, 10)
         for seed, price in ((1, 36.0), (2, None))
     ]
-    page = render(RunsTable.of([RunRecord.read(run.directory) for run in runs]), None, {})
+    page = render(table_of(*runs), None, {})
     runs += [RunFolder(tmp_path, "b", {"learning_rate": 0.1, "price_per_hour": None}).finish().train_to(0, 10)]
-    assert render(RunsTable.of([RunRecord.read(run.directory) for run in runs]), None, {}).count("<svg") == 5
+    assert render(table_of(*runs), None, {}).count("<svg") == 5
     assert page.count("<svg") == 5
     assert "a-seed2: train.json has no &#34;price_per_hour&#34;, so its losses cannot be drawn over dollars" in page

@@ -14,7 +14,7 @@ from harness.comparison.records import RunRecord
 from harness.comparison.table import Column, RunsTable, number_text, table_lines
 from harness.data.ngrams import Overlap
 from harness.runs.directory import RunDirectory
-from tests.support.compared_runs import BEST, LATEST, RunFolder
+from tests.support.compared_runs import BEST, LATEST, RunFolder, table_of
 from tests.support.isolation import SHIPPED_RUNS
 
 # The notebook's figures: train seconds, dollars, dollars without validation, and test loss.
@@ -27,12 +27,12 @@ BILLS = {
 NOTEBOOK = (*BILLS, "original")
 
 
-def table_of(*runs: RunFolder) -> RunsTable:
-    return RunsTable.of([RunRecord.read(run.directory) for run in runs])
-
-
 def column(table: RunsTable, key: str) -> Column:
     return next(each for each in table.columns if each.key == key)
+
+
+def texts(table: RunsTable, key: str) -> list[str]:
+    return [cell.text for cell in column(table, key).cells]
 
 
 def row_of(table: RunsTable, name: str) -> dict[str, Any]:
@@ -48,12 +48,10 @@ def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
     assert [each.key for each in table.columns if each.is_setting] == [
         *("n_layers", "learning_rate", "betas", "machine", "torch", "trained_in")
     ]
-    assert [cell.text for cell in column(table, "learning_rate").cells] == ["0.0004", "0.003", "0.0004"]
-    assert [cell.text for cell in column(table, "betas").cells] == ["[0.9, 0.999]", "[0.9, 0.95]", "[0.9, 0.999]"]
-    assert [cell.text for cell in column(table, "machine").cells] == [
-        *("2 x NVIDIA H100", "2 x NVIDIA H100", "4 x NVIDIA H100")
-    ]
-    assert [cell.text for cell in column(table, "trained_in").cells] == ["", "bf16", "fp32"]
+    assert texts(table, "learning_rate") == ["0.0004", "0.003", "0.0004"]
+    assert texts(table, "betas") == ["[0.9, 0.999]", "[0.9, 0.95]", "[0.9, 0.999]"]
+    assert texts(table, "machine") == ["2 x NVIDIA H100", "2 x NVIDIA H100", "4 x NVIDIA H100"]
+    assert texts(table, "trained_in") == ["", "bf16", "fp32"]
     assert [cell.value for cell in column(table, "global_batch").cells] == [8, 8, 16]
 
 
@@ -142,10 +140,10 @@ def test_a_damaged_result_is_not_said_never_to_have_been_measured(tmp_path: Path
 def test_a_run_that_stopped_shows_how_far_it_came(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").add_checkpoint(LATEST, "latest").train_to(0, 10, 49)
     table = table_of(run)
-    assert column(table, "state").cells[0].text == "stopped, 50 %"
+    assert texts(table, "state") == ["stopped, 50 %"]
     extended = RunFolder(tmp_path, "extended").finish()
     extended.directory.train_json.write_text(json.dumps(extended.train | {"min_train_tokens": 10**6}))
-    assert column(table_of(extended), "state").cells[0].text == "stopped", "its summary has the share of another budget"
+    assert texts(table_of(extended), "state") == ["stopped"], "its summary has the share of another budget"
     values = row_of(table, "a")
     assert (values["tokens"], values["global_batch"]) == (6400, 8)
     assert (values["train_loss"], values["validation_loss"]) == pytest.approx((3.51, 3.61))

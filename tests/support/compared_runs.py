@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from harness.comparison.records import RunRecord
+from harness.comparison.table import RunsTable
 from harness.model.config import ModelConfig
 from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
 from harness.runs.directory import RunDirectory
@@ -152,3 +154,32 @@ class RunFolder:
         result = LossResult(weights=weights, text=text, loss=loss, **measured, **values)
         write_loss(self.directory, result, np.full(text.windows, np.nan if loss is None else loss, np.float32))
         return self
+
+
+def finished_run(runs_dir: Path, name: str, rate: float, seed: int = 1, loss: float | None = 2.6) -> RunFolder:
+    """Return a run that has finished with this validation loss."""
+    settings = {"learning_rate": rate, "random_seed": seed}
+    return RunFolder(runs_dir, name, settings).finish(final_validation_loss=loss)
+
+
+def diverged_run(runs_dir: Path, name: str, rate: float, seed: int = 1) -> RunFolder:
+    """Return a run that was ended because it diverged."""
+    run = RunFolder(runs_dir, name, {"learning_rate": rate, "random_seed": seed})
+    return run.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
+
+
+def low_and_hot(runs_dir: Path, low: float, hot: float, seeds: int = 2) -> list[RunFolder]:
+    """Return the runs of two arms, "low" and then "hot", whose validation losses are a little more than these."""
+    return [
+        finished_run(runs_dir, f"{name}-seed{seed}", rate, seed, loss + seed / 100)
+        for name, rate, loss in [("low", 0.001, low), ("hot", 0.01, hot)]
+        for seed in range(1, seeds + 1)
+    ]
+
+
+def records(*runs: RunFolder) -> list[RunRecord]:
+    return [RunRecord.read(run.directory) for run in runs]
+
+
+def table_of(*runs: RunFolder) -> RunsTable:
+    return RunsTable.of(records(*runs))
