@@ -79,16 +79,6 @@ def test_a_baseline_whose_seed_was_trained_before_stands_for_that_seed(tmp_path:
     assert compare_with("again", records(*runs)).title.startswith("Against again (2 runs), by ")
 
 
-def test_replicates_are_found_and_what_has_not_finished_is_left_out(tmp_path: Path) -> None:
-    runs = [*arm(tmp_path, 0.001, (2.5, 2.6, 2.55)), *arm(tmp_path, 0.002, (2.4,))]
-    arms = find_arms(records(*runs, RunFolder(tmp_path, "x").train_to(0), RunFolder(tmp_path, "y")))
-    assert arms.run_names == {
-        "lr-0.001": ("lr-0.001-seed-1", "lr-0.001-seed-2", "lr-0.001-seed-3"),
-        "lr-0.002-seed-1": ("lr-0.002-seed-1",),
-    }
-    assert arms.notes == ["x: stopped, and so in no comparison", "y: never trained, and so in no comparison"]
-
-
 def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
     runs = [
         *arm(tmp_path, 0.001, (2.600, 2.602, 2.604)),

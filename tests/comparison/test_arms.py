@@ -152,7 +152,6 @@ def test_summaries_without_precision_compare_as_before_unless_two_are_recorded()
     """Summaries of earlier versions do not record the precision. Their runs still count as replicates of other runs,
     unless those record two different precisions."""
     low, full = {"summary": {"precision": "bf16"}}, {"summary": {"precision": "fp32"}}
-    assert arms_of(a={}, b={SEED: 1}) == Arms({"a": ("a", "b")}, chance=WEIGHTS)
     assert arms_of(a={}, b={SEED: 1, **low}) == Arms({"a": ("a", "b")}, chance=WEIGHTS)
     arms = arms_of(a={}, b={SEED: 1, **low}, c={SEED: 2, **full})
     assert arms.run_names == {"a": ("a",), "b": ("b",), "c": ("c",)}

@@ -34,18 +34,6 @@ def test_a_finished_run_is_what_its_summary_says_and_another_what_its_files_ask_
     assert never.train["learning_rate"] == 0.0004, "with the defaults"
 
 
-def test_a_run_that_stopped(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a").add_checkpoint(LATEST, "latest").train_to(0, 10, 20)
-    record = RunRecord.read(run.directory)
-    assert record.state.word == "stopped"
-    assert record.state.detail.startswith("last line ")
-    assert record.progress is not None
-    assert record.progress.train_loss == pytest.approx(3.8)
-    assert record.progress.validation_loss == pytest.approx(3.9)
-    assert record.tokens_seen == 21 * 128
-    assert record.recorded("world_size") == 2, "read from its latest checkpoint"
-
-
 def test_a_run_that_goes_on_is_told_by_its_lock(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").train_to(0)
     lock = RunLock.take(run.path / ".lock", "trained")

@@ -141,6 +141,7 @@ def test_a_run_that_stopped_shows_how_far_it_came(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").add_checkpoint(LATEST, "latest").train_to(0, 10, 49)
     table = table_of(run)
     assert texts(table, "state") == ["stopped, 50 %"]
+    assert table.records[0].state.detail.startswith("last line ")
     extended = RunFolder(tmp_path, "extended").finish()
     extended.directory.train_json.write_text(json.dumps(extended.train | {"min_train_tokens": 10**6}))
     assert texts(table_of(extended), "state") == ["stopped"], "its summary has the share of another budget"

@@ -239,14 +239,6 @@ def test_without_the_openai_package(bench: Bench, monkeypatch: pytest.MonkeyPatc
     assert not bench.cache.exists()
 
 
-@pytest.mark.parametrize("key", ["", "  ", "clé"])
-def test_without_a_key(bench: Bench, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", key)
-    with pytest.raises(UserError, match="OPENAI_API_KEY"):
-        bench.run()
-    assert not bench.cache.exists()
-
-
 def test_the_endpoint_is_the_options_or_the_environments_or_openais(monkeypatch: pytest.MonkeyPatch) -> None:
     for environment, option, expected in (
         ("", None, "https://api.openai.com/v1"),
@@ -387,6 +379,8 @@ def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench, monkey
     ("options", "environment", "words"),
     [
         ([], {"OPENAI_API_KEY": ""}, "OPENAI_API_KEY is not in the environment"),
+        ([], {"OPENAI_API_KEY": "  "}, "OPENAI_API_KEY is not in the environment"),
+        ([], {"OPENAI_API_KEY": "clé"}, "OPENAI_API_KEY"),
         (["other.json"], {}, "/small.json and other.json: not the same questions: number 5 differs"),
         (["none.json"], {}, "none.json: no such file"),
         (["--price-in", "1"], {}, "--price-in and --price-out: give both or neither"),

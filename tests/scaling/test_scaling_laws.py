@@ -148,7 +148,6 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
         (points_of(N[:8], D[:8], loss_of(N, D)[:8]), "8 points are too few for 5 coefficients"),
         (points_of(np.full(16, 1e9), D, loss_of(N, D)), "all points have the same size; the law needs at least 3"),
         (points_of(N, np.full(16, 1e9), loss_of(N, D)), "all points have the same number of tokens; the law"),
-        (points_of(N[:1], D[:1], loss_of(N, D)[:1]), "1 point is too few for 5 coefficients"),
         (points_of(N, D, np.full(16, 3.0)), "the loss does not change with parameters or tokens: neither exponent"),
         (points_of(N, D, 2 + 400 / D**0.3), "the loss does not change with parameters"),
         (points_of(*grid(2, 8), loss_of(*grid(2, 8))), "there are 2 different sizes"),
