@@ -56,6 +56,10 @@ def refused(path: Path, *arguments: str, says: str) -> str:
     return line
 
 
+def not_imported(path: Path, *, says: str, source: str = "hf") -> None:
+    refused(path, "import", source, "r", "--runs-dir", "runs", says=says)
+
+
 def small(**changes: Any) -> ModelConfig:
     return shape(vocab_size=300, **changes)  # ten more than the tokenizer has: a padded head
 
@@ -299,7 +303,7 @@ def test_a_model_of_transformers_becomes_ours(tmp_path: Path, tied: bool, sharde
     assert_same_logits(ours, theirs)
     printed = InProcess(tmp_path).script("test_smoke.py", "r", "--prompt", "def f(", "--temperature", "0").stdout
     assert printed.startswith("def f(")
-    refused(tmp_path, "import", "hf", "r", "--runs-dir", "runs", says="exists")
+    not_imported(tmp_path, says="exists")
     card = convert(tmp_path, "publish", "r", "me/x", "--card").stdout
     assert "imported" not in card, "the card tells nothing of this machine"
     assert str(tmp_path) not in card
@@ -347,7 +351,6 @@ def test_other_architectures_are_refused_by_the_key(key: str, value: object) -> 
 
 def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
     hugging_face_model(tmp_path / "hf")
-    into = ("r", "--runs-dir", str(tmp_path / "runs"))
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     bad = {**tensors}
     del bad["transformer.h.1.ln_2.bias"]
@@ -358,19 +361,17 @@ def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
         ({**tensors, "transformer.h.0.attn.c_attn.weight": torch.ones(48, 100)}, "c_attn.weight is [48, 100]"),
     ):
         save_file(changed, tmp_path / "hf" / "model.safetensors")
-        refused(tmp_path, "import", str(tmp_path / "hf"), *into, says=says)
+        not_imported(tmp_path, says=says)
     (tmp_path / "hf" / "model.safetensors").unlink()
     (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"x")
-    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="no model.safetensors")
+    not_imported(tmp_path, says="no model.safetensors")
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="hf/tokenizer.json: not a readable tokenizer")
+    not_imported(tmp_path, says="hf/tokenizer.json: not a readable tokenizer")
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
-    refused(
-        tmp_path, "import", str(tmp_path / "hf"), *into, says='key "model_type": "llama"; only "gpt2" and "gpjtgpt2"'
-    )
+    not_imported(tmp_path, says='key "model_type": "llama"; only "gpt2" and "gpjtgpt2"')
     (tmp_path / "hf" / "config.json").unlink()
-    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="config.json: no such file")
+    not_imported(tmp_path, says="config.json: no such file")
     refused(tmp_path, "import", "../x", "../r", says="must be a plain name")
 
 
@@ -390,12 +391,12 @@ def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Pa
         ("c/model.safetensors", "c/model.safetensors: not a folder"),
         ("c", "c: no config.json, but a model.json: it already has this program's format"),
     ):
-        refused(tmp_path, "import", source, "r", says=says)
+        not_imported(tmp_path, source=source, says=says)
     hugging_face_model(tmp_path / "hf")
     refused(tmp_path, "export", "hf", "out", says="convert_hf.py import hf RUN")
     (tmp_path / "hf" / "model.safetensors").unlink()
     (tmp_path / "hf" / "model.safetensors").symlink_to("blobs/nowhere")
-    refused(tmp_path, "import", "hf", "r", says="hf: no model.safetensors: the model is incomplete")
+    not_imported(tmp_path, says="hf: no model.safetensors: the model is incomplete")
 
 
 # The Hub ------------------------------------------------------------------------------------------------------------
