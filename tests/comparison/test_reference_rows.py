@@ -60,17 +60,6 @@ def test_no_verdict_is_made_on_them(shop: InProcess) -> None:
     assert "guest, paper: not trained here, and so in no comparison" in said
 
 
-def test_weights_beside_a_train_json_are_no_imported_model(shop: InProcess) -> None:
-    """They are those that a run starts from."""
-    (shop.runs / "guest" / "train.json").write_text("{}")
-    for path in (shop.runs / "guest" / "results").iterdir():
-        path.unlink()
-    shop.script(
-        "test_loss.py", str(shop.datasets), str(shop.runs / "guest" / "model.safetensors"), "--dataset", "local/letters"
-    )
-    assert not list((shop.runs / "guest" / "results").iterdir())
-
-
 def test_a_damaged_file_of_published_figures_is_named(shop: InProcess) -> None:
     (shop.runs / "paper" / "reported.json").write_text("{}")
     said = json.loads(shop.script("compare_runs.py", "guest", "paper", "--json").stdout)

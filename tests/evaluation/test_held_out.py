@@ -163,6 +163,10 @@ def test_results_stay_with_imported_models_but_not_with_other_weights(shop: Work
     (saved / "meta.json").write_text('{"imported_from": null}')
     measure(shop, str(saved), "--dataset", "me/short")
     assert list((saved / "results").iterdir())
+    shutil.rmtree(saved / "results")
+    (saved / "train.json").write_text("{}")  # beside it are the weights that a run starts from
+    assert measure(shop, saved / "model.safetensors", "--dataset", "me/short").status == 0
+    assert not (saved / "results").exists()
 
 
 # Bits per byte -------------------------------------------------------------------------------------------------------
