@@ -42,7 +42,6 @@ def rows_of(bench: Workbench, table: str) -> list[Row]:
 def start(bench: Workbench, *options: str) -> WarmProcess:
     """Start the command. Each of its processes is forked from the one that starts it, so that torch is not imported
     again."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [
         str(ROOT / "bench" / "on_gpu.py"),
         "--tiny",
@@ -52,7 +51,7 @@ def start(bench: Workbench, *options: str) -> WarmProcess:
         str(SHIPPED_RUNS),
         *options,
     ]
-    return warm_server().spawn(command, ROOT, environment, FORK_PYTHONS)
+    return warm_server().spawn(command, ROOT, {**os.environ}, FORK_PYTHONS)
 
 
 @pytest.mark.parametrize("stage", LIMIT_SECONDS)

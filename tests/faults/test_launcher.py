@@ -183,7 +183,7 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", ENTER_TERMINAL, *hangup.command, str(with_faults(shop, run, prelude)), *arguments],
         cwd=shop.path,
-        env=shop._environment({MARK: str(run), "CUDA_VISIBLE_DEVICES": ""}),
+        env=shop.variables({MARK: str(run)}),
         stdin=slave,
         stdout=slave,
         stderr=slave,

@@ -45,7 +45,11 @@ def texts(draw: random.Random, count: int) -> list[dict[str, Any]]:
     return found
 
 
-MEAN = {"aggregation": "mean", "higher_is_better": True}
+def metrics(aggregation: str, *names: str, higher_is_better: bool = True) -> list[dict[str, Any]]:
+    """Return the metrics of a task file, all of one aggregation."""
+    return [{"metric": name, "aggregation": aggregation, "higher_is_better": higher_is_better} for name in names]
+
+
 # For each kind of task, the function that makes its documents, and the settings of its task file.
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "choice": (
@@ -55,9 +59,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
             "doc_to_text": "Question: {{question}}\nAnswer:",
             "doc_to_choice": "{{choices}}",
             "doc_to_target": "label",
-            "metric_list": [
-                {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")
-            ],
+            "metric_list": metrics("mean", "acc", "acc_norm"),
         },
     ),
     "last_word": (
@@ -66,10 +68,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
             "output_type": "loglikelihood",
             "doc_to_text": "{{text}} {{answer.split(' ')[0]}}",
             "doc_to_target": " {{answer.split(' ')[1]}}",
-            "metric_list": [
-                {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
-                MEAN | {"metric": "acc"},
-            ],
+            "metric_list": metrics("perplexity", "perplexity", higher_is_better=False) + metrics("mean", "acc"),
         },
     ),
     "rolling": (
@@ -79,9 +78,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
             "doc_to_text": "",
             "doc_to_target": "{{text}}",
             "metric_list": [
-                {"metric": "word_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
-                {"metric": "byte_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
-                {"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False},
+                *metrics("weighted_perplexity", "word_perplexity", "byte_perplexity", higher_is_better=False),
+                *metrics("bits_per_byte", "bits_per_byte", higher_is_better=False),
             ],
         },
     ),
@@ -92,7 +90,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
             "doc_to_text": "{{text}}",
             "doc_to_target": " {{answer}}",
             "generation_kwargs": {"until": ["\n", " the"], "max_gen_toks": 12, "do_sample": False},
-            "metric_list": [MEAN | {"metric": "exact_match"}],
+            "metric_list": metrics("mean", "exact_match"),
         },
     ),
 }

@@ -43,26 +43,22 @@ def changed(base: dict[str, Any], changes: dict[str, Any]) -> str:
     return json.dumps({key: value for key, value in {**base, **changes}.items() if value is not ...})
 
 
-def train_in(folder: Path) -> WriteTrain:
-    """Return a function that writes a train.json with some keys changed into a folder, and loads it."""
+def writer(path: Path, base: dict[str, Any], load: Callable[[Path], Any]) -> Callable[..., Any]:
+    """Return a function that writes `base` with some keys changed to a file, and loads the file."""
 
-    def write_and_load(**changes: Any) -> TrainConfig:
-        path = folder / "train.json"
-        path.write_text(changed(SEED_TRAIN, changes))
-        return load_train_config(path)
+    def write_and_load(**changes: Any) -> Any:
+        path.write_text(changed(base, changes))
+        return load(path)
 
     return write_and_load
+
+
+def train_in(folder: Path) -> WriteTrain:
+    return writer(folder / "train.json", SEED_TRAIN, load_train_config)
 
 
 def model_in(folder: Path) -> WriteModel:
-    """Return a function that writes a model.json with some keys changed into a folder, and loads it."""
-
-    def write_and_load(**changes: Any) -> ModelConfig:
-        path = folder / "model.json"
-        path.write_text(changed(SEED_MODEL, changes))
-        return load_model_config(path)
-
-    return write_and_load
+    return writer(folder / "model.json", SEED_MODEL, load_model_config)
 
 
 def refusal(load: Callable[..., object], *arguments: Any, begins: Any = None, **changes: Any) -> str:

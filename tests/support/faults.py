@@ -90,19 +90,14 @@ def around(where: str, wrapper: Callable[..., Any]) -> None:
     *owners, name = path.split(".")
     owner = pkgutil.resolve_name(f"{module}:{'.'.join(owners)}") if owners else pkgutil.resolve_name(module)
     held = vars(owner)[name]
-    if isinstance(held, classmethod):
-        setattr(owner, name, classmethod(functools.partial(_call, wrapper, held.__func__)))
-        return
+    is_of_class = isinstance(held, classmethod)
+    function = held.__func__ if is_of_class else held
 
-    @functools.wraps(held)
+    @functools.wraps(function)
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        return wrapper(held, *arguments, **options)
+        return wrapper(function, *arguments, **options)
 
-    setattr(owner, name, wrapped)
-
-
-def _call(wrapper: Callable[..., Any], held: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    return wrapper(held, *arguments, **options)
+    setattr(owner, name, classmethod(wrapped) if is_of_class else wrapped)
 
 
 def in_gradients(change: Callable[[torch.Tensor], torch.Tensor | None], *, rank: int, steps: range) -> None:

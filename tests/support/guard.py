@@ -21,13 +21,8 @@ PATHS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("os.rename", "os.link"), (0, 1)),
     "os.symlink": (1,),
 }
-AT_FOLDER = PATHS.keys() - {
-    "open",
-    "os.listdir",
-    "os.scandir",
-    "os.chdir",
-    "os.truncate",
-}  # their last argument is dir_fd
+# Those whose last argument is dir_fd
+AT_FOLDER = PATHS.keys() - {"open", "os.listdir", "os.scandir", "os.chdir", "os.truncate"}
 # Audit events that start a program, and the indexes of its command line and its environment among their arguments.
 STARTS = {"subprocess.Popen": (1, 3), "os.posix_spawn": (1, 2), "os.exec": (1, 2)}
 GPUS, NULL_DEVICE = "CUDA_VISIBLE_DEVICES", "libnullcudart.so"  # a process with the null device cannot reach a GPU

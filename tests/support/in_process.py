@@ -78,12 +78,6 @@ class InProcess(Workshop):
         assert result.status == expect, result
         return result
 
-    def script(self, name: str, *arguments: str) -> Result:
-        """Run one of the repository's commands, which must succeed."""
-        result = self.command(name, *arguments)
-        assert result.status == 0, result
-        return result
-
 
 def module_shop(tokens: int) -> Callable[..., InProcess]:
     """Return a fixture: a workshop with a dataset of `tokens` tokens, for all tests of a file."""

@@ -120,7 +120,7 @@ class Workshop:
 
     def fork(self, command: list[str], variables: dict[str, str], prelude: str = "") -> WarmProcess:
         """Start one of the repository's scripts in a process that has already imported torch."""
-        return warm_server().spawn(command, self.path, self._environment(variables), prelude, draws=self.draws)
+        return warm_server().spawn(command, self.path, self.variables(variables), prelude, draws=self.draws)
 
     def torchrun(
         self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = PATIENCE_SECONDS
@@ -139,7 +139,9 @@ class Workshop:
 
     def script(self, name: str, *arguments: str) -> Result:
         """Run another of the repository's commands, which must succeed."""
-        return finish([self.fork([str(ROOT / name), *arguments], {})], expect=0, timeout=PATIENCE_SECONDS)
+        result = self.command(name, *arguments)
+        assert result.status == 0, result
+        return result
 
     def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
         """Run one of the repository's commands, and return its result, whatever its exit status."""
@@ -156,16 +158,17 @@ class Workshop:
         return subprocess.Popen(
             command,
             cwd=self.path,
-            env=self._environment(variables),
+            env=self.variables(variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
 
-    def _environment(self, variables: dict[str, str]) -> dict[str, str]:
-        inherited = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
-        return inherited | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables | self.environment
+    def variables(self, more: dict[str, str]) -> dict[str, str]:
+        """Return the environment of a process of this workshop: without access to the Hub, and with `more` variables.
+        Those of a launcher are not inherited (tests/support/isolation.py)."""
+        return {**os.environ, "HF_HUB_OFFLINE": "1", **more, **self.environment}
 
 
 @dataclass(frozen=True)

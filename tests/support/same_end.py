@@ -19,8 +19,7 @@ def assert_same_end(one: Path, other: Path) -> None:
     their metrics are the same except for times."""
     ends = [run / "checkpoints" / "latest" for run in (one, other)]
     weights = [load_file(end / "model.safetensors") for end in ends]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert_equal(weights[0], weights[1], "model.safetensors")
     for file in ("optimizer.pt", "train_state.pt", "scaler.pt"):
         assert (ends[0] / file).exists() == (ends[1] / file).exists()
         if (ends[0] / file).exists():

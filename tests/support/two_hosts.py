@@ -82,14 +82,10 @@ class Host:
     def start(self, command: Sequence[str], variables: dict[str, str], prelude: str = "") -> WarmProcess:
         """Start one of the repository's scripts, or torchrun, on this host. `prelude` is Python source that runs in the
         process first."""
-        launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-        inherited = {key: value for key, value in os.environ.items() if key not in launcher}
-        own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.shop.environment}
         entrance = ENTER.format(kinds=("net", "uts", "mnt"), pid=self.holder.pid) + f"os.chdir({str(self.work)!r})\n"
         prelude = f"{entrance}{FORK_PYTHONS}\n{prelude}"
-        return warm_server().spawn(
-            list(command), self.work, inherited | own | variables, prelude, draws=self.shop.draws
-        )
+        environment = self.shop.variables(variables)
+        return warm_server().spawn(list(command), self.work, environment, prelude, draws=self.shop.draws)
 
     def training(self, name: str) -> list[str]:
         """Return the command that trains the run `name`."""

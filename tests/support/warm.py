@@ -147,20 +147,15 @@ class WarmServer:
         A run draws its chart only if `draws` is True. Threads may call this at the same time.
         """
         with self.writing:
-            return self._spawn(command, cwd, environment, prelude, draws)
-
-    def _spawn(
-        self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str, draws: bool
-    ) -> WarmProcess:
-        self.count += 1
-        base = self.path / str(self.count)
-        for suffix in (".out", ".err"):  # they exist even if the process is killed before it writes
-            base.with_suffix(suffix).touch()
-        job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
-        job |= {"environment": environment, "prelude": prelude, "umask": umask(), "draws": draws}
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
+            self.count += 1
+            base = self.path / str(self.count)
+            for suffix in (".out", ".err"):  # they exist even if the process is killed before it writes
+                base.with_suffix(suffix).touch()
+            job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
+            job |= {"environment": environment, "prelude": prelude, "umask": umask(), "draws": draws}
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
         note = base.with_suffix(".pid")
         while not note.exists():
             assert self.process.poll() is None, "the server that processes are forked from has ended"
@@ -172,9 +167,8 @@ class WarmServer:
 def warm_server() -> WarmServer:
     """Return the server of this test run, which the first call starts."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))  # a fork that skips `stop` must not delete it
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SERVER, str(ROOT)]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
     def stop() -> None:
         assert process.stdin is not None
