@@ -89,63 +89,43 @@ def test_the_number_of_steps(ramp: list[tuple[int, BatchLayout]], wanted: int, a
 @given(
     first=st.builds(BatchLayout, *(st.integers(1, most) for most in (4, 3, 3, 5))),
     ramp=RAMPS,
+    windows=st.integers(1, 30) | st.integers(1000, 3000),
     start=st.integers(0, 7),
+    seed=st.none() | st.integers(0, 9),
+    seen=st.integers(0, 50),
 )
-def test_every_token_is_trained_on_once_and_in_order(
-    tmp_path_factory: pytest.TempPathFactory, first: BatchLayout, ramp: list[tuple[int, int]], start: int
+def test_windows_are_read_in_their_order_by_all_ranks_together(
+    tmp_path_factory: pytest.TempPathFactory,
+    first: BatchLayout,
+    ramp: list[tuple[int, int]],
+    windows: int,
+    start: int,
+    seed: int | None,
+    seen: int,
 ) -> None:
-    """The inputs of all steps, accumulation steps and ranks together are one slice of the tokens. The targets together
-    are the slice that begins one token later."""
+    """The windows of all steps, accumulation steps and ranks together are those of the order, from any window on and
+    through several passes. Without a shuffle, they follow one another. Targets begin one token later."""
     path = tmp_path_factory.getbasetemp() / "counting.safetensors"
     if not path.exists():
         save_file({"tokens": np.arange(2**14, dtype=np.uint16)}, path)
-    stages = layouts(ramp, first)
+    stages, length = layouts(ramp, first), first.context_length
     schedule = BatchSchedule.ramp(stages, 0)
-    order = WindowOrder([2**14], first.context_length, first_token=start)
-    loader = TokenLoader(TokenFile(path), order, stages[-1][1], schedule)
-    inputs, targets, steps = [], [], 4
+    order = WindowOrder([start + windows * length + 1], length, first_token=start, seed=seed)
+    loader = TokenLoader(TokenFile(path), order, stages[-1][1], schedule, first_window=seen)
+    read, steps = [], 4
     for step in range(steps):
         of_ranks = [loader.microbatches(step, rank) for rank in range(first.world_size)]
         assert [len(each) for each in of_ranks] == [schedule.at(step).accumulation_steps] * first.world_size
         for pass_of_all in zip(*of_ranks, strict=True):  # microbatch (step * A + a) * world_size + rank
             for microbatch in pass_of_all:
                 x_BxT, y_BxT = microbatch.to(torch.device("cpu"))
-                assert x_BxT.shape == y_BxT.shape == (first.microbatch_size, first.context_length)
-                inputs += x_BxT.flatten().tolist()
-                targets += y_BxT.flatten().tolist()
-    count = schedule.tokens_before(steps)
-    assert inputs == list(range(start, start + count))
-    assert targets == list(range(start + 1, start + count + 1))
-
-
-@given(
-    layout=st.builds(BatchLayout, *(st.integers(1, most) for most in (4, 3, 3, 5))),
-    windows=st.integers(1, 30),
-    seed=st.none() | st.integers(0, 9),
-    seen=st.integers(0, 50),
-)
-def test_windows_are_read_in_their_order_by_all_ranks_together(
-    tmp_path_factory: pytest.TempPathFactory, layout: BatchLayout, windows: int, seed: int | None, seen: int
-) -> None:
-    """The windows of all ranks and accumulation steps together are those of the order, from any window on and through
-    several passes."""
-    path = tmp_path_factory.getbasetemp() / "few.safetensors"
-    if not path.exists():
-        save_file({"tokens": np.arange(1000, dtype=np.uint16)}, path)
-    length = layout.context_length
-    order = WindowOrder([windows * length + 1], length, seed=seed)
-    loader = TokenLoader(TokenFile(path), order, layout, first_window=seen)
-    read = []
-    for step in range(3):
-        of_ranks = [loader.microbatches(step, rank) for rank in range(layout.world_size)]
-        for pass_of_all in zip(*of_ranks, strict=True):
-            for microbatch in pass_of_all:
-                x_BxT, y_BxT = microbatch.to(torch.device("cpu"))
+                assert x_BxT.shape == (first.microbatch_size, length)
                 assert torch.equal(x_BxT, x_BxT[:, :1] + torch.arange(length))
                 assert torch.equal(y_BxT, x_BxT + 1)
                 read += x_BxT[:, 0].tolist()
     assert read == order.starts(seen, len(read)).tolist()
-    assert len(read) == 3 * layout.global_tokens // length
+    assert seed is not None or read == [start + length * (seen + at) % (windows * length) for at in range(len(read))]
+    assert len(read) * length == schedule.tokens_before(steps)
 
 
 def test_the_last_microbatch_of_an_evaluation_is_filled_up(tmp_path: Path) -> None:
