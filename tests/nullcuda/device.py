@@ -7,11 +7,13 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, fields
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 SOURCES = ("driver.c", "libraries.c", "runtime.cpp")
@@ -72,12 +74,20 @@ def environment(*, gib: float = 79.1, sm: int = 90, **more: str) -> dict[str, st
         "CUDA_MODULE_LOADING": "LAZY",
         "NULLCUDA_GIB": str(gib),
         "NULLCUDA_SM": str(sm),
-        "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         **more,
     }
+
+
+def run(*arguments: str, expect: int = 0, timeout: float = 280, **device: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments in the repository's folder, on a null device (`environment`), and expect this
+    exit status."""
+    variables, pipes = environment(**device), {"capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *arguments], env=variables, cwd=HERE.parents[1], timeout=timeout, **pipes)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,6 @@ T = TypeVar("T")
 broadcast = dist.broadcast
 
 
-def requested() -> tuple[dict[str, Any], Experiment, World]:
-    """Return the request on the command line, its experiment, and the world of rank 0 of its ranks."""
-    request = json.loads(sys.argv[1])
-    return request, *prepare(request)
-
-
 def prepare(request: dict[str, Any]) -> tuple[Experiment, World]:
     """Return the experiment of a request, and the world of rank 0 of its ranks. An object that ranks would send to each
     other is taken from this rank alone."""

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.nullcuda.device import environment, why_not
-from tests.support.isolation import ROOT
+from tests.nullcuda.device import run, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
@@ -41,9 +38,7 @@ REFUSED: list[dict[str, Any]] = [
 
 def found(cases: list[dict[str, Any]], sm: int) -> list[dict[str, Any]]:
     """Return what tests/nullcuda/attention.py finds for each case."""
-    command = [sys.executable, "-m", "tests.nullcuda.attention", json.dumps(cases)]
-    done = subprocess.run(command, env=environment(sm=sm), cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    done = run("-m", "tests.nullcuda.attention", json.dumps(cases), sm=sm)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

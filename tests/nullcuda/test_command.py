@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness.data.tokenizers import train_bpe
-from tests.nullcuda.device import environment, why_not
+from tests.nullcuda.device import environment, run, why_not
 from tests.support.isolation import ROOT
 from tests.support.launch import DATASET, Workshop, metrics
 
@@ -41,7 +41,7 @@ def shop(tmp_path: Path) -> Workshop:
 
 def test_a_run_is_stopped_and_resumed(shop: Workshop) -> None:
     """Checkpoints are copied to the host and written while training continues."""
-    run = shop.add_run("r", **SETTINGS, min_train_tokens=64_000, report_interval=1)
+    folder = shop.add_run("r", **SETTINGS, min_train_tokens=64_000, report_interval=1)
     process = start(shop)
     assert process.stdout is not None
     for line in process.stdout:
@@ -51,15 +51,15 @@ def test_a_run_is_stopped_and_resumed(shop: Workshop) -> None:
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 143, stderr
     assert "Traceback" not in stderr
-    steps = [event["global_step"] for event in metrics(run) if event["event"] == "train"]
+    steps = [event["global_step"] for event in metrics(folder) if event["event"] == "train"]
     assert steps[-1] >= 7
-    for weights in (run / "checkpoints").glob("*/model.safetensors"):
+    for weights in (folder / "checkpoints").glob("*/model.safetensors"):
         assert not any(np.isnan(each).any() for each in load_file(weights).values()), "written before it was copied"
     shop.add_run("r", **SETTINGS, min_train_tokens=64 * (steps[-1] + 4), report_interval=1)
     stdout, stderr = start(shop).communicate(timeout=120)
     assert "continuing from" in stdout, stderr
     assert "Training complete" in stdout
-    again = [event["global_step"] for event in metrics(run) if event["event"] == "train"]
+    again = [event["global_step"] for event in metrics(folder) if event["event"] == "train"]
     assert again[: len(steps)] == steps
     assert again == [*range(again[-1] + 1)]
 
@@ -83,9 +83,7 @@ def test_the_benchmarks_only_rank_runs_on_a_machine_with_one_gpu(shop: Workshop)
         "dist.init_process_group = lambda backend, **given: real('gloo', **{**given, 'device_id': None});"
         "from bench.gpu.only_rank import train_alone; train_alone()"
     )
-    command = [sys.executable, "-c", code, "r", str(shop.datasets), "--runs-dir", str(shop.runs), "-f"]
-    done = subprocess.run(command, env=environment(gib=2), cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run("-c", code, "r", str(shop.datasets), "--runs-dir", str(shop.runs), "-f", gib=2, timeout=120)
     assert "Max microbatch size was" in done.stdout
 
 
@@ -93,9 +91,7 @@ def on_eight_ranks(shop: Workshop, *commands: str, gib: float, expect: int = 0) 
     """Run ddp_train.py as rank 0 of eight with each of these commands in turn, on a device of `gib` GiB. Returns what
     tests/nullcuda/ranks.py prints of each. The last command ends with the status `expect`."""
     words = " then ".join(f"{each} {shop.datasets} --runs-dir {shop.runs}" for each in commands).split()
-    command = [sys.executable, "-m", "tests.nullcuda.ranks", "8", *words]
-    done = subprocess.run(command, env=environment(gib=gib), cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == expect, done.stdout + done.stderr
+    done = run("-m", "tests.nullcuda.ranks", "8", *words, gib=gib, expect=expect, timeout=400)
     assert "Traceback" not in done.stderr
     assert "no sample" not in done.stdout
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"status"')]

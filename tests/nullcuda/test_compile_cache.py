@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.nullcuda.device import environment, why_not
-from tests.support.isolation import ROOT
+from tests.nullcuda.device import run, why_not
 from tests.support.launch import Workshop
 
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.slow]
@@ -36,11 +33,9 @@ finally:
 
 def train(shop: Workshop, caches: Path) -> tuple[dict[str, Any], str]:
     """Run ddp_train.py, with torch's own caches in the folder `caches`. Returns what was counted and the output."""
-    command = [sys.executable, "-c", COUNTING, "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
+    command = ["-c", COUNTING, "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
-    variables = environment() | folders | {"DDP_PRETRAIN_CACHE_SECRET": "of the tests"}
-    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    done = run(*command, **folders, DDP_PRETRAIN_CACHE_SECRET="of the tests")
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 
@@ -53,7 +48,7 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     settings = TRAIN | {"mirror": (tmp_path / "store").as_uri()}
     for each in (shop, elsewhere):
         each.add_dataset()
-    run = shop.add_run("r", model=MODEL, **settings, min_train_tokens=64)
+    folder = shop.add_run("r", model=MODEL, **settings, min_train_tokens=64)
     first, _ = train(shop, tmp_path / "first")
     assert first["kernels"] > 0
     assert first["misses"][0] > 0
@@ -62,14 +57,14 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     assert "continuing from" in stdout
     assert "  attention: flash\n" in stdout
     assert second == {"kernels": 0, "misses": [0, 0], "graphs": first["graphs"]}
-    files = {path.name for path in (run / "compile-cache").iterdir()}
+    files = {path.name for path in (folder / "compile-cache").iterdir()}
     assert len(files) == 2, "for training and for validation; the second start has added none"
-    assert json.loads((run / "summary.json").read_text())["attention"] == "flash"
-    shutil.rmtree(run / "compile-cache")
+    assert json.loads((folder / "summary.json").read_text())["attention"] == "flash"
+    shutil.rmtree(folder / "compile-cache")
     shop.add_run("r", model=MODEL, **settings, min_train_tokens=512)
     third, _ = train(shop, tmp_path / "second")
     assert third == second
-    assert {path.name for path in (run / "compile-cache").iterdir()} == files
+    assert {path.name for path in (folder / "compile-cache").iterdir()} == files
     elsewhere.add_run("r", model=MODEL, **settings, min_train_tokens=1024)
     fourth, stdout = train(elsewhere, tmp_path / "fourth")
     assert "was fetched from the mirror" in stdout

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.nullcuda.device import environment, why_not
-from tests.support.isolation import ROOT, SHIPPED_RUNS
+from tests.nullcuda import device
+from tests.nullcuda.device import why_not
+from tests.support.isolation import SHIPPED_RUNS
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
@@ -69,9 +68,7 @@ MICROBATCHES = (2, 1, 2, 1)  # of each step; more and fewer than in the step bef
 def run(*requests: dict[str, Any], sm: int = 90) -> list[list[dict[str, Any]]]:
     """Measure requests of steps.py in one process, on the null device. Returns the objects of each one's lines."""
     asked = [{"folder": str(SHIPPED_RUNS), "microbatches": MICROBATCHES, **request} for request in requests]
-    command = [sys.executable, "-m", "tests.nullcuda.steps", json.dumps(asked)]
-    done = subprocess.run(command, env=environment(sm=sm), cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    done = device.run("-m", "tests.nullcuda.steps", json.dumps(asked), sm=sm)
     return [[json.loads(line) for line in part.splitlines()] for part in done.stdout.split("\n\n") if part.strip()]
 
 
