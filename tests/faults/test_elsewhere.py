@@ -23,8 +23,7 @@ import torch
 import harness.data.preparation.builtin
 from harness.common.files import draft_prefix
 from harness.runs import checkpoints
-from tests.data.test_fetching import NAME, corpus
-from tests.support.fake_hub import FakeHub
+from tests.support.fake_hub import CORPUS, FakeHub, corpus
 from tests.support.hostile import Bench, is_one_line, tree, vouch_for
 from tests.support.in_process import InProcess
 from tests.support.launch import PATIENCE_SECONDS, Workshop, finish, metrics, wait_until
@@ -208,14 +207,14 @@ def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool) -> None:
 @pytest.fixture
 def customer(hub: FakeHub, tmp_path: Path) -> Workshop:
     """A run whose dataset has to be downloaded."""
-    shop = Workshop(tmp_path / "shop", hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"})
-    shop.add_run(dataset=NAME, min_train_tokens=64)
+    shop = Workshop(tmp_path / "shop", hub.environment(tmp_path / "hf"))
+    shop.add_run(dataset=CORPUS, min_train_tokens=64)
     return shop
 
 
 @pytest.mark.fault("links in an unfinished download", "removed or refused; nothing outside is written or deleted")
 def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: Path) -> None:
-    hub.add_dataset(NAME, corpus() | {"folder/more.json": b"{}"})
+    hub.add_dataset(CORPUS, corpus() | {"folder/more.json": b"{}"})
     before = tree(outside)
     partial = customer.datasets / "someone" / ".corpus.partial"
     partial.mkdir(parents=True)
@@ -232,7 +231,7 @@ def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: P
     assert result.status == 0, result
     assert "Downloading" in result.stdout
     assert tree(outside) == before
-    assert not [path for path in (customer.datasets / NAME).rglob("*") if path.is_symlink()]
+    assert not [path for path in (customer.datasets / CORPUS).rglob("*") if path.is_symlink()]
     shutil.rmtree(customer.datasets)
     partial.parent.mkdir(parents=True)
     partial.symlink_to(outside)
@@ -249,11 +248,11 @@ def test_paths_from_the_hub(customer: Workshop, hub: FakeHub, outside: Path, exh
     paths = [above, str(outside / "file"), f"a/../{above}", "./train.json", "a//b.json"]
     for path in paths if exhaustive else paths[:2]:
         hub.datasets.clear()
-        dataset = hub.add_dataset(NAME, corpus() | {path: b"theirs"})
+        dataset = hub.add_dataset(CORPUS, corpus() | {path: b"theirs"})
         dataset.files[path].corrupt = True
-        assert is_one_line(customer.attempt(), NAME, "leads out of the dataset's folder"), path
+        assert is_one_line(customer.attempt(), CORPUS, "leads out of the dataset's folder"), path
         assert tree(outside) == before, path
-        assert not (customer.datasets / NAME).exists()
+        assert not (customer.datasets / CORPUS).exists()
 
 
 @pytest.mark.fault("links in an unfinished build", "the dataset is built; nothing outside is deleted")
@@ -291,7 +290,7 @@ def test_secrets_stay_in_the_environment(bench: Bench, tmp_path: Path) -> None:
     results = [forked.attempt("--plan"), forked.attempt(), forked.attempt("nowhere")]
     results += [forked.command("test_loss.py", str(shop.datasets), *evaluated)]
     with FakeHub() as hub:
-        forked.environment |= hub.environment(tmp_path / "hf") | SECRETS | {"HF_HUB_OFFLINE": "0"}
+        forked.environment |= hub.environment(tmp_path / "hf") | SECRETS
         hub.add_dataset("someone/private", {"meta.json": b"{}"})
         for name in ("private", "missing"):
             shop.add_run(name, dataset=f"someone/{name}")

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_fetching import NAME, corpus
-from tests.support.fake_hub import FakeHub
+from tests.support.fake_hub import CORPUS, FakeHub, corpus
 from tests.support.launch import ROOT, Result, Workshop, wait_until
 from tests.support.same_end import assert_same_end
 from tests.support.two_hosts import Host, Pair, two_hosts, wait_for
@@ -48,8 +47,6 @@ def slowly(mirror, path, *given):
 Mirror.send = slowly
 ddp_train.main()
 """
-training = Host.training
-
 Start = Callable[[str], list[WarmProcess]]
 pytestmark = pytest.mark.slow
 
@@ -79,6 +76,17 @@ def clean(pair: Pair) -> Iterator[None]:
         host.crash()
 
 
+@pytest.fixture
+def slow_run(pair: Pair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run "slow-" and the test's name, on both disks, with a mirror to which its weights are uploaded slowly."""
+    training = Host.training
+    monkeypatch.setattr(Host, "training", lambda host, name: [str(host.work / "slow.py"), *training(host, name)[1:]])
+    for host in pair.hosts:
+        (host.shop.path / "slow.py").write_text(SLOW_UPLOAD)
+    name = f"slow-{request.node.originalname}"
+    return add_run(pair, name, min_train_tokens=128 * 400, mirror=f"file://{pair.first.work}/store")
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The undisturbed run with the same number of processes, on one machine."""
@@ -103,6 +111,12 @@ def await_step(run: Path, step: int, processes: Sequence[WarmProcess]) -> None:
         time.sleep(0.01)
 
 
+def assert_told(ends: Sequence[Result]) -> None:
+    """Assert that every command has failed, and that rank 0's says only that SIGTERM has stopped the run."""
+    assert all(end.status != 0 for end in ends), ends
+    assert [line.partition(" step")[0] for line in ends[0].error_lines] == ["stopped by SIGTERM after global"], ends
+
+
 def say_why(ends: Sequence[Result]) -> list[str]:
     """Return the error line of each result. Each command must have failed with exactly one such line, and without a
     traceback of its own."""
@@ -122,9 +136,9 @@ def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool) -> No
     with hubs[0], hubs[1], pytest.MonkeyPatch.context() as patch:
         patch.setattr(pair.first.shop, "draws", True)
         for host, hub in zip(pair.hosts, hubs, strict=True):
-            host.shop.add_run("r", dataset=NAME, min_train_tokens=2560)
-            hub.add_dataset(NAME, corpus())
-            for name, value in {**hub.environment(host.work / "hf"), "HF_HUB_OFFLINE": "0"}.items():
+            host.shop.add_run("r", dataset=CORPUS, min_train_tokens=2560)
+            hub.add_dataset(CORPUS, corpus())
+            for name, value in hub.environment(host.work / "hf").items():
                 patch.setitem(host.shop.environment, name, value)
         start = pair.torchrun("r", processes=2, c10d=True) if exhaustive else pair.ranks("r", processes=2)
         ends = wait_for(start, timeout=START_SECONDS)
@@ -132,14 +146,14 @@ def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool) -> No
     assert {end.status for end in [*ends, *again]} == {0}, (ends, again)
     assert "r is finished: " in again[0].stdout
     for hub in hubs:
-        assert {file.downloads for file in hub.datasets[NAME].files.values()} == {1}
+        assert {file.downloads for file in hub.datasets[CORPUS].files.values()} == {1}
     runs = [host.shop.runs / "r" for host in pair.hosts]
     assert {path.name for path in runs[1].iterdir()} == {"model.json", "train.json"}
     assert {path.name for path in runs[0].iterdir()} >= {"summary.json", "metrics.jsonl", "training-run-chart.png"}
     assert f"written by rank 0 alone, to {pair.first.name}:{pair.first.work}/runs/r; to continue" in ends[0].stdout
     alone = Workshop(tmp_path)
     shutil.copytree(pair.first.shop.datasets, alone.datasets)
-    run = alone.add_run("r", dataset=NAME, min_train_tokens=2560)
+    run = alone.add_run("r", dataset=CORPUS, min_train_tokens=2560)
     alone.train(ranks=4)
     assert_same_end(run, runs[0])
 
@@ -166,9 +180,7 @@ def test_faults_in_turn(pair: Pair, start: Start, straight: Path, exhaustive: bo
         await_step(run, 20, processes)
         for index in told:
             processes[index].terminate()
-        ends = wait_for(processes, timeout=END_SECONDS)
-        assert all(end.status != 0 for end in ends), ends
-        assert [line.partition(" step")[0] for line in ends[0].error_lines] == ["stopped by SIGTERM after global"], ends
+        assert_told(wait_for(processes, timeout=END_SECONDS))
         # Training does not start from scratch when only the order of the nodes has changed.
         line, _ = say_why(wait_for(Pair(pair.second, pair.first).ranks(run.name), timeout=START_SECONDS))
         assert "node-a" in line
@@ -201,8 +213,7 @@ def test_not_restarted_by_torchrun(pair: Pair) -> None:
     await_step(run, 20, processes)
     processes[1].terminate()
     ends = wait_for(processes, timeout=END_SECONDS)
-    assert all(end.status != 0 for end in ends), ends
-    assert [line.partition(" step")[0] for line in ends[0].error_lines] == ["stopped by SIGTERM after global"], ends
+    assert_told(ends)
     assert ends[0].stdout.count("starting 2 processes") == 1
     processes = pair.torchrun(run.name, "--max-restarts=2")
     stopped_at = int(ends[0].error_lines[0].partition("global step ")[2].partition(";")[0])
@@ -232,30 +243,22 @@ def test_a_node_that_does_not_join(pair: Pair) -> None:
     "a node is told to stop, and the last upload takes longer than torchrun's --shutdown-timeout",
     "the upload is finished first; the other node's ranks stop, too, and are not started again",
 )
-def test_a_long_upload_after_a_stop(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Host, "training", lambda host, name: [str(host.work / "slow.py"), *training(host, name)[1:]])
-    for host in pair.hosts:
-        (host.shop.path / "slow.py").write_text(SLOW_UPLOAD)
-    run = add_run(pair, "slow", min_train_tokens=128 * 400, mirror=f"file://{pair.first.work}/store")
-    processes = pair.torchrun(run.name, "--max-restarts=2", "--shutdown-timeout=2")
-    await_step(run, 20, processes)
+def test_a_long_upload_after_a_stop(pair: Pair, slow_run: Path) -> None:
+    processes = pair.torchrun(slow_run.name, "--max-restarts=2", "--shutdown-timeout=2")
+    await_step(slow_run, 20, processes)
     processes[1].terminate()
     ends = wait_for(processes, timeout=END_SECONDS + 4 * TIMEOUT_SECONDS)  # of two uploads
-    assert [line.partition(" step")[0] for line in ends[0].error_lines] == ["stopped by SIGTERM after global"], ends
+    assert_told(ends)
     assert ends[0].stdout.count("starting 2 processes") == 1
-    newest = (run / "checkpoints" / "latest").resolve().name
-    assert (pair.first.shop.path / "store" / "slow" / "checkpoints" / newest / "meta.json").exists(), ends
+    newest = (slow_run / "checkpoints" / "latest").resolve().name
+    assert (pair.first.shop.path / "store" / slow_run.name / "checkpoints" / newest / "meta.json").exists(), ends
 
 
-def test_a_node_that_vanishes_in_its_last_upload(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Host, "training", lambda host, name: [str(host.work / "slow.py"), *training(host, name)[1:]])
-    for host in pair.hosts:
-        (host.shop.path / "slow.py").write_text(SLOW_UPLOAD)
-    run = add_run(pair, "vanished", min_train_tokens=128 * 400, mirror=f"file://{pair.first.work}/store")
-    processes = pair.torchrun(run.name, "--shutdown-timeout=100")
-    await_step(run, 20, processes)
+def test_a_node_that_vanishes_in_its_last_upload(pair: Pair, slow_run: Path) -> None:
+    processes = pair.torchrun(slow_run.name, "--shutdown-timeout=100")
+    await_step(slow_run, 20, processes)
     processes[0].terminate()
-    wait_until(lambda: len(list((run / "checkpoints").glob("2*"))) > 1, processes[0])
+    wait_until(lambda: len(list((slow_run / "checkpoints").glob("2*"))) > 1, processes[0])
     time.sleep(2)
     pair.first.crash()
     assert wait_for(processes, timeout=END_SECONDS)[1].status != 0

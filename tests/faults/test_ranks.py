@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from harness.comparison.records import RunRecord
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
-from tests.data.test_fetching import NAME, corpus
-from tests.support.fake_hub import FakeHub
+from tests.support.fake_hub import CORPUS, FakeHub, corpus
 from tests.support.launch import Workshop, metrics
 from tests.support.same_end import assert_same_end
 from tests.support.straight import FAULTS, SETTINGS, STEPS
@@ -169,7 +168,8 @@ def test_infected_losses(shop: Workshop, exhaustive: bool) -> None:
     "rank 0 is slow", "in a download, validation, save or chart: the other ranks wait and reach the same end"
 )
 def test_slow_rank0(shop: Workshop, tmp_path: Path) -> None:
-    """The other ranks wait if rank 0's own work takes longer than a gradient exchange may take."""
+    """The other ranks wait if rank 0's own work takes longer than a gradient exchange may take. Rank 0 alone downloads,
+    and a complete dataset is not asked for again."""
     timeout, seconds = {"COLLECTIVE_TIMEOUT_SECONDS": "3"}, 5
     patient = Workshop(shop.path, timeout, draws=True)
     works = (
@@ -185,11 +185,16 @@ def test_slow_rank0(shop: Workshop, tmp_path: Path) -> None:
 
     def train_after_a_slow_download() -> None:
         with FakeHub() as hub:
-            dataset = hub.add_dataset(NAME, corpus())
+            dataset = hub.add_dataset(CORPUS, corpus())
             dataset.files["train.safetensors"].delay_seconds = seconds
-            own = Workshop(tmp_path, hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"} | timeout)
-            own.add_run(dataset=NAME, min_train_tokens=256)
+            own = Workshop(tmp_path, hub.environment(tmp_path / "hf") | timeout)
+            run = own.add_run(dataset=CORPUS, min_train_tokens=256)
             own.train(prelude=FAULTS)
+            assert [event["event"] for event in metrics(run)].count("validation") == 2
+            assert len(hub.seen("GET", "train.safetensors")) <= 2  # the Hub's own address and the storage it points to
+            asked = len(hub.requests)
+            own.train("r", "--restart", ranks=1)
+            assert len(hub.requests) == asked, "the dataset is complete"
 
     with ThreadPoolExecutor(1) as pool:
         download = pool.submit(train_after_a_slow_download)

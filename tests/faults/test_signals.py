@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from harness.runs.checkpoints import list_checkpoints
-from tests.data.test_fetching import NAME, corpus
-from tests.support.fake_hub import FakeHub
+from tests.support.fake_hub import CORPUS, FakeHub, corpus
 from tests.support.jobs import for_each
 from tests.support.launch import Result, Workshop, finish, wait_until
 from tests.support.same_end import assert_same_end
@@ -194,12 +193,10 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool) -> None:
     signals = [*SIGNALS, signal.SIGKILL] if exhaustive else [signal.SIGINT]
     for told, by_processes in itertools.product(signals, (False, True)):
         with FakeHub() as hub:
-            dataset = hub.add_dataset(NAME, corpus())
+            dataset = hub.add_dataset(CORPUS, corpus())
             dataset.files["train.safetensors"].delay_seconds = 60
-            shop = Workshop(
-                tmp_path / f"{told.name}-{by_processes}", hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"}
-            )
-            run = shop.add_run(dataset=NAME, min_train_tokens=256)
+            shop = Workshop(tmp_path / f"{told.name}-{by_processes}", hub.environment(tmp_path / "hf"))
+            run = shop.add_run(dataset=CORPUS, min_train_tokens=256)
             job = Torchrun(shop, run, are_forked=told != signal.SIGKILL, by_processes=by_processes)
             process = job.start("")
             while not any(file.downloads for file in dataset.files.values() if file.delay_seconds):
@@ -215,7 +212,7 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool) -> None:
                 # run_ranks says this if it first sees the end of rank 1, which has only waited for the download.
                 launchers = f"stopped by {told.name}; to continue, run the same command again"
                 assert not more or (by_processes and more == [launchers])
-                assert line.startswith(f'stopped: dataset "{NAME}"')
+                assert line.startswith(f'stopped: dataset "{CORPUS}"')
                 assert "again" in line
             assert time.monotonic() - began < TORCHRUN_PATIENCE_SECONDS
             hub.release()

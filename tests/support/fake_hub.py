@@ -29,8 +29,24 @@ from typing import Any
 from unittest import mock
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
+from safetensors.numpy import save
+
 LFS_SUFFIXES = {".safetensors", ".parquet", ".bin"}
 ERROR_CODES = {401: "RepoNotFound", 404: "RepoNotFound", 403: "GatedRepo"}
+CORPUS = "someone/corpus"  # the name of a dataset for tests that train on one of the Hub
+
+
+def corpus() -> dict[str, bytes]:
+    """Return the files of a dataset on which the small runs of tests/support/launch.py can train."""
+    steps = np.random.default_rng(0).integers(0, 4, 4000)
+    tokens = (np.cumsum(steps) % 64).astype(np.uint16)
+    meta = {"description": "x", "token_dtype": "uint16", "files": {"train": "train.safetensors"}}
+    return {
+        "train.safetensors": save({"tokens": tokens}),
+        "validation.safetensors": save({"tokens": tokens[:500]}),
+        "meta.json": json.dumps(meta).encode(),
+    }
 
 
 @contextmanager
@@ -152,7 +168,7 @@ class FakeHub:
     def environment(self, home: Path) -> dict[str, str]:
         """Return variables that make a subprocess use this Hub, and none of the user's own Hugging Face settings."""
         kept_off = {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), **kept_off}
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", **kept_off}
 
     def repositories(self, kind: str | None) -> dict[str, FakeDataset]:
         """Return the datasets if `kind` is "dataset" or "datasets", else the models. In addresses of the Hub, models
