@@ -7,13 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from harness.common.files import atomic_file, atomic_folder, draft_prefix, replace_text
 from tests.support.isolation import ROOT
+from tests.support.launch import wait_until
 
 # Writes a file into the draft of a folder and then sleeps, so that the folder is never completed.
 WRITER = """
@@ -89,11 +89,9 @@ def test_a_body_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcept
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     """The draft folder of a living writer is kept; that of a killed writer is removed."""
     final = tmp_path / "a[1]"  # glob would read this name as a pattern
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(final)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(final)], cwd=ROOT, text=True)
     partial = tmp_path / f"{draft_prefix(final)}{process.pid}"
-    while not (partial / "part").exists():
-        assert process.poll() is None
-        time.sleep(0.005)
+    wait_until((partial / "part").exists, process)
     for lives in (True, False):
         if not lives:
             process.kill()

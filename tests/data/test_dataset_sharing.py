@@ -35,8 +35,9 @@ TOKEN = "hf_averysecrettokenindeed"
 
 @pytest.fixture
 def preparer(hub: FakeHub, tmp_path: Path) -> Preparer:
-    environment = {**hub.environment(tmp_path / "hf"), "HF_TOKEN": TOKEN}
-    return Preparer(tmp_path, environment)
+    """Preparer with a text, and a token for the Hub."""
+    write_json_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    return Preparer(tmp_path, {**hub.environment(tmp_path / "hf"), "HF_TOKEN": TOKEN})
 
 
 @pytest.fixture
@@ -101,7 +102,6 @@ def test_what_the_hub_does_not_have(preparer: Preparer, arguments: list[str], me
 
 
 def test_a_dataset_goes_to_the_hub_and_comes_back(preparer: Preparer, hub: FakeHub) -> None:
-    write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
     folder = preparer.prepare("a.jsonl", "mine", *IN_ORDER, "--push-to-hub", "me/mine")
     (folder / "private-notes.txt").write_text("stays here")
     remote = hub.datasets["me/mine"]
@@ -120,7 +120,6 @@ def test_a_dataset_goes_to_the_hub_and_comes_back(preparer: Preparer, hub: FakeH
 
 def test_what_the_new_dataset_does_not_have_leaves_the_hub(preparer: Preparer, hub: FakeHub) -> None:
     """A push deletes files of the old dataset that the new one lacks, here the test split, and no others."""
-    write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
     push = [*IN_ORDER, "--push-to-hub", "me/mine", "--public"]
     preparer.prepare("a.jsonl", "mine", *push, "--test-fraction", "0.1")
     remote = hub.datasets["me/mine"]
@@ -133,7 +132,6 @@ def test_what_the_new_dataset_does_not_have_leaves_the_hub(preparer: Preparer, h
 
 def test_a_refused_upload_keeps_the_dataset_and_says_how_to_go_on(preparer: Preparer, hub: FakeHub) -> None:
     hub.upload_status = 403
-    write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
     line = preparer.run("a.jsonl", "datasets/me/mine", *SMALL, "--push-to-hub", "me/mine", status=2)
     assert "access refused by the Hugging Face Hub" in line
     assert "a token that may write to it" in line
@@ -144,7 +142,6 @@ def test_a_refused_upload_keeps_the_dataset_and_says_how_to_go_on(preparer: Prep
 
 
 def test_an_interrupted_upload_continues_by_the_command_that_is_printed(preparer: Preparer, hub: FakeHub) -> None:
-    write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
     stops = "import huggingface_hub\ndef stop(*arguments, **options): raise KeyboardInterrupt\n"
     stops += "huggingface_hub.HfApi.create_commit = stop\n"
     done = preparer.result("a.jsonl", "datasets/me/mine", *SMALL, "--push-to-hub", "me/mine", prelude=stops)

@@ -104,11 +104,9 @@ def add_run(pair: Pair, name: str, **changes: Any) -> Path:
 
 
 def await_step(run: Path, step: int, processes: Sequence[WarmProcess]) -> None:
-    path, deadline = run / "metrics.jsonl", time.monotonic() + START_SECONDS
-    while f'"global_step": {step},' not in (path.read_text() if path.exists() else ""):
-        assert all(process.poll() is None for process in processes), wait_for(processes, timeout=1)
-        assert time.monotonic() < deadline, wait_for(processes, timeout=1)
-        time.sleep(0.01)
+    path = run / "metrics.jsonl"
+    text = f'"global_step": {step},'
+    wait_until(lambda: path.exists() and text in path.read_text(), *processes, seconds=START_SECONDS)
 
 
 def assert_told(ends: Sequence[Result]) -> None:

@@ -199,9 +199,7 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool) -> None:
             run = shop.add_run(dataset=CORPUS, min_train_tokens=256)
             job = Torchrun(shop, run, are_forked=told != signal.SIGKILL, by_processes=by_processes)
             process = job.start("")
-            while not any(file.downloads for file in dataset.files.values() if file.delay_seconds):
-                assert process.poll() is None, process.communicate(timeout=1)
-                time.sleep(0.02)
+            wait_until(lambda: dataset.files["train.safetensors"].downloads, process)  # noqa: B023
             began = time.monotonic()
             os.kill(process.pid, told)
             if told == signal.SIGKILL:

@@ -63,8 +63,7 @@ def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
         wanted = [[], ["--restart"], ["best"]] if exhaustive else [["--restart"]]
         for arguments in wanted:
             second = finish(start(shop, run.name, *arguments, ranks=2, prelude=locks), expect=2, timeout=60)
-            owned = f"is being trained by another process ({socket.gethostname()}, pid {first[0].pid}, since"
-            second.refuses(owned)
+            second.refuses(f"is being trained by another process ({socket.gethostname()}, pid {first[0].pid}, since")
             assert owner_of(run) == owner
             assert sorted((run / "aside").rglob("*")) == aside
         first[0].kill()
@@ -95,8 +94,8 @@ def test_left_lock_files(shop: Workshop) -> None:
         (run / ".lock").write_text(text)
         if locks and text in texts[-len(living) :]:
             owner = json.loads(text)
-            (line,) = finish(start(shop, run.name, prelude=locks), expect=2, timeout=60).error_lines
-            assert f"another process ({owner['host']}, pid {owner['pid']}, since then); if it is dead, delete" in line
+            owned = f"another process ({owner['host']}, pid {owner['pid']}, since then); if it is dead, delete"
+            finish(start(shop, run.name, prelude=locks), expect=2, timeout=60).refuses(owned)
             return
         started = start(shop, run.name, prelude=locks)
         finish(started, expect=0, timeout=60)

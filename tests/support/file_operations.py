@@ -13,11 +13,13 @@ import io
 import os
 import pkgutil
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,21 @@ def fill(at: int, folder: str, room: int) -> Fault:
             fill_disk(Path(folder), room)
 
     return act
+
+
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    """Mount a small file system at `folder`. Skips the test if this machine does not allow that."""
+    import pytest  # here, because ranks import this module, too
+
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill_disk(folder: Path, room: int) -> None:

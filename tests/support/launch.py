@@ -235,14 +235,15 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-def rank_variables(ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables that torchrun sets for each of `ranks` processes of one machine. A single
+def rank_variables(ranks: int, *, address: str = "127.0.0.1", hosts: int = 1) -> list[dict[str, str]]:
+    """Return the environment variables that torchrun sets for each of `ranks` processes, as many on each host. A single
     process needs none."""
     if ranks == 1:
         return [{}]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    local_size = ranks // hosts
+    shared = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(local_size)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank % local_size)} for rank in range(ranks)]
 
 
 def wait_until(condition: Callable[[], object], *processes: Process, seconds: float = PATIENCE_SECONDS) -> None:

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.support.launch import ROOT, TORCHRUN, Result, Workshop
+from tests.support.launch import ROOT, TORCHRUN, Result, Workshop, rank_variables
 from tests.support.warm import FORK_PYTHONS, WarmProcess, warm_server
 
 T = TypeVar("T")
@@ -146,13 +146,9 @@ class Pair:
 
     def ranks(self, name: str, *, processes: int = 1) -> list[WarmProcess]:
         """Start `processes` ranks on each host as torchrun does, without the seconds that torchrun itself takes."""
-        world = {"MASTER_ADDR": self.first.address, "MASTER_PORT": str(PORT), "WORLD_SIZE": str(2 * processes)}
-        world["LOCAL_WORLD_SIZE"] = str(processes)
-        places = [(host, local) for host in self.hosts for local in range(processes)]
-        return [
-            host.start(host.training(name), {**world, "RANK": str(rank), "LOCAL_RANK": str(local)})
-            for rank, (host, local) in enumerate(places)
-        ]
+        variables = rank_variables(2 * processes, address=self.first.address, hosts=2)
+        hosts = [host for host in self.hosts for _ in range(processes)]
+        return [host.start(host.training(name), own) for host, own in zip(hosts, variables, strict=True)]
 
     def unplug(self) -> None:
         """Take the cable out, so that both ends lose their carrier."""
