@@ -84,8 +84,8 @@ def environment(*, gib: float = 79.1, sm: int = 90, **more: str) -> dict[str, st
 def run(*arguments: str, expect: int = 0, timeout: float = 280, **device: Any) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments in the repository's folder, on a null device (`environment`), and expect this
     exit status."""
-    variables, pipes = environment(**device), {"capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, *arguments], env=variables, cwd=HERE.parents[1], timeout=timeout, **pipes)
+    how: dict[str, Any] = {"cwd": HERE.parents[1], "env": environment(**device), "timeout": timeout}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **how)
     assert done.returncode == expect, done.stdout + done.stderr
     return done
 

@@ -34,8 +34,9 @@ finally:
 def train(shop: Workshop, caches: Path) -> tuple[dict[str, Any], str]:
     """Run ddp_train.py, with torch's own caches in the folder `caches`. Returns what was counted and the output."""
     command = ["-c", COUNTING, "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
-    folders = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
-    done = run(*command, **folders, DDP_PRETRAIN_CACHE_SECRET="of the tests")
+    variables: dict[str, Any] = {"DDP_PRETRAIN_CACHE_SECRET": "of the tests"}
+    variables |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
+    done = run(*command, **variables)
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 
