@@ -122,7 +122,7 @@ class RunRecord:
         elif is_reference:
             state = State("not trained here")
         else:
-            state = _unfinished_state(run, progress, meta, is_outdated=is_outdated)
+            state = _unfinished_state(run, train, progress, meta, is_outdated=is_outdated)
         benchmarks = attempt(lambda: read_last_benchmarks(run.metrics)) or []
         results = read_results(run)
         problems += results.problems
@@ -270,15 +270,23 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
 
 
 def _unfinished_state(
-    run: RunDirectory, progress: RunProgress | None, meta: CheckpointMeta | None, *, is_outdated: bool
+    run: RunDirectory,
+    train: Mapping[str, Any],
+    progress: RunProgress | None,
+    meta: CheckpointMeta | None,
+    *,
+    is_outdated: bool,
 ) -> State:
     """Return the state of a run without a summary, or with an outdated one (`is_outdated`): model.json or train.json
-    now asks for another model shape or for more training (see `_asks_for_more`)."""
+    now asks for another model shape or for more training (see `_asks_for_more`). `train` is train.json."""
     held = is_held(run.lock_file)
     if not held and (end := _last_end(run)):
         return end
-    # After an interrupted evaluation, only the next process decides if the run ends there.
+    # After an interrupted evaluation, only the next process decides if the run ends there. With stop_if_diverged false,
+    # skipped steps alone end it.
     has_diverged = meta is not None and meta.has_diverged and meta.interrupted_evaluation is None
+    if meta is not None and train.get("stop_if_diverged") is False:
+        has_diverged &= meta.skipped_steps >= train["max_skipped_steps"]
     word: StateWord = "going on" if held else "diverged" if has_diverged else "stopped"
     if is_outdated:
         return State(word, "model.json or train.json asks for a different shape or budget than summary.json records")
