@@ -20,7 +20,7 @@ from harness.common.lock import is_held
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.checkpoints import BEST, LATEST, choose_start
-from harness.runs.directory import RunDirectory, is_run
+from harness.runs.directory import RunDirectory, is_run, known_runs
 from harness.runs.metrics import BenchmarkEvent, RunProgress, read_last_benchmarks, read_progress, rough_duration
 from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
@@ -221,12 +221,9 @@ def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
     """Return the runs with these names, paths or patterns (`lr-*`), each once, or all runs in `runs_dir` if `names` is
     empty. Raises UserError if a named run does not exist, if a named folder is not a run, or if `names` is empty and
     there are no runs."""
-    if not names:
-        folders = sorted(path for path in runs_dir.iterdir() if is_run(path)) if runs_dir.is_dir() else []
-        if not folders:
-            raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
-        return [RunDirectory(path) for path in folders]  # names of found folders are not checked
-    found = {run.path.name: run for name in names for run in RunDirectory.find_all(runs_dir, name)}
+    if not names and not known_runs(runs_dir):
+        raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
+    found = {run.path.name: run for name in names or ("*",) for run in RunDirectory.find_all(runs_dir, name)}
     for run in found.values():
         if not is_run(run.path):
             raise UserError(f"{run.path}: not a run; it has neither train.json, summary.json nor an imported model")

@@ -10,12 +10,13 @@ import re
 import shlex
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.files import SAFE_NAME, check_inside, check_name, check_writable, move
 from harness.common.lock import RunLock
-from harness.common.messages import quoted
+from harness.common.messages import quoted, tell
 from harness.model.tensor_names import WEIGHTS
 
 PATTERN = re.compile(r"[*?[]")  # characters of a pattern, none of which can be in a run's name
@@ -27,7 +28,7 @@ CACHE_SECRET = "DDP_PRETRAIN_CACHE_SECRET"
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
-def _known_runs(runs_dir: Path) -> list[str]:
+def known_runs(runs_dir: Path) -> list[str]:
     """Return the names of all runs in `runs_dir`, sorted. The list is empty if there is no such folder."""
     return sorted(path.name for path in runs_dir.iterdir() if is_run(path)) if runs_dir.is_dir() else []
 
@@ -39,6 +40,12 @@ def is_run(path: Path) -> bool:
     return not path.name.startswith(".") and any((path / name).is_file() for name in names)
 
 
+@cache
+def _tell_left_out(reason: str) -> None:
+    """Print on standard error, once per process, why a run is left out."""
+    tell(f"left out: {reason}")
+
+
 def _plain_name(runs_dir: Path, text: str) -> str:
     """Return the name of a run. `text` is that name, or the path of the run's folder in `runs_dir`. The run need not
     exist. Raises UserError if `text` is not a valid name, or if the path is not directly inside `runs_dir`. In the
@@ -46,7 +53,7 @@ def _plain_name(runs_dir: Path, text: str) -> str:
     text = text.rstrip(os.sep)
     if os.sep not in text or "\0" in text:
         return check_name(text, "run")
-    path, there, known = os.path.abspath(text), os.path.realpath(runs_dir), _known_runs(runs_dir)
+    path, there, known = os.path.abspath(text), os.path.realpath(runs_dir), known_runs(runs_dir)
     if os.path.realpath(os.path.dirname(path)) == there:
         return check_name(os.path.basename(path), "run")
     inside = os.path.relpath(os.path.realpath(path), there).split(os.sep)[0]
@@ -103,7 +110,7 @@ class RunDirectory:
             return cls(path)
         if path.exists():
             raise UserError(f"{path}: not a folder; a run is a folder with model.json and train.json")
-        known = _known_runs(runs_dir)
+        known = known_runs(runs_dir)
         near = difflib.get_close_matches(path.name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
         if not known:
@@ -115,27 +122,32 @@ class RunDirectory:
     @classmethod
     def find_all(cls, runs_dir: Path, name: str) -> list[RunDirectory]:
         """Return the run `name` in a list. If `name` is a pattern like `lr-*` (which may follow the path of
-        `runs_dir`), return all runs whose names match, sorted by name.
+        `runs_dir`), return all runs whose names match, sorted by name. Those that `find` refuses are left out, with a
+        line on standard error.
 
-        Raises UserError as `find` does, and also if no run's name matches the pattern, or if one that matches is not a
-        valid name.
+        Raises UserError as `find` does (of a pattern, if all are refused), and also if no run's name matches.
         """
         if not PATTERN.search(name):
             return [cls.find(runs_dir, name)]
         folder, pattern = os.path.split(name)
         inside = not folder or os.path.realpath(folder) == os.path.realpath(runs_dir)
-        found = fnmatch.filter(_known_runs(runs_dir), pattern) if inside else []
+        found = fnmatch.filter(known_runs(runs_dir), pattern) if inside else []
         if not found:
             raise UserError(
                 f"{runs_dir / pattern if inside else name}: no run in {runs_dir} has such a name; --runs-dir names the "
                 "folder of your runs"
             )
-        if odd := next((each for each in found if not SAFE_NAME.fullmatch(each)), None):
-            raise UserError(
-                f"{runs_dir}: {quoted(odd)} matches {pattern}, but is not a valid name (letters, digits and _ . + -); "
-                "rename the folder"
-            )
-        return [cls.find(runs_dir, each) for each in found]
+        runs, refused = [], []
+        for each in found:
+            try:
+                runs.append(cls.find(runs_dir, each))
+            except UserError as error:
+                refused.append(error)
+        if not runs:
+            raise refused[0]
+        for error in refused:
+            _tell_left_out(str(error))
+        return runs
 
     def check_outputs(self) -> None:
         """Raise UserError if no file can be created in the run's folder or in its `checkpoints`, or if the metrics or

@@ -201,11 +201,7 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
     assert [run.path.name for run in find_runs(tmp_path, ("c*",))] == ["c"]
     refused: list[tuple[Path, tuple[str, ...], str]] = [
         (tmp_path, ("a**b",), r"a\*\*b: no run in .* has such a name"),
-        (
-            tmp_path,
-            ("d*",),
-            '"d copy" matches d., but is not a valid name .*; rename the folder$',
-        ),
+        (tmp_path, ("d*",), "run 'd copy': must be a plain name"),
         (tmp_path, ("bb",), "no such run; did you mean b"),
         (tmp_path, ("notes",), "not a run; it has neither train"),
         (tmp_path, ("n*",), "no run in .* has such a name"),
@@ -214,3 +210,16 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
     for folder, asked, message in refused:
         with pytest.raises(UserError, match=message):
             find_runs(folder, asked)
+
+
+def test_a_pattern_or_no_name_leaves_out_the_runs_that_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunFolder(tmp_path / "runs", "a")
+    RunFolder(tmp_path / "runs", "b copy")
+    (tmp_path / "runs" / "out").symlink_to(RunFolder(tmp_path, "elsewhere").path)
+    for names in ((), ("*",)):
+        assert [run.path.name for run in find_runs(tmp_path / "runs", names)] == ["a"]
+    odd, out = capsys.readouterr().err.splitlines()
+    assert odd.startswith("left out: run 'b copy': must be a plain name")
+    assert out.startswith(f"left out: {tmp_path}/runs/out: leads out of ")
