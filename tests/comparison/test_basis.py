@@ -9,6 +9,7 @@ import pytest
 
 from harness.comparison.against_baseline import compare_with
 from harness.comparison.table import Column, RunsTable
+from harness.data.ngrams import Overlap
 from harness.runs.results import (
     BenchmarkResult,
     BenchmarkScore,
@@ -118,14 +119,16 @@ def test_checkpoints_of_an_earlier_fetch_are_not_the_best_ones_of_a_finished_run
 def test_a_loss_measured_before_the_end_is_not_that_of_a_finished_run(tmp_path: Path, is_here: bool) -> None:
     """The checkpoint was the best one when it was measured. The verdict is then one by validation loss, which is better
     although the early test loss is worse."""
-    runs = low_and_hot(tmp_path, 2.6, 2.4)
+    runs, none = low_and_hot(tmp_path, 2.6, 2.4), Overlap(documents=1, copied_documents=0, ngrams=9, copied_ngrams=0)
     for run in runs:
-        run.test_loss(2.5) if run.path.name.startswith("low") else run.test_loss(3.5, OLDER, is_best=True)
+        run.test_loss(*((2.5,) if run.path.name.startswith("low") else (3.5, OLDER)), is_best=True, trained_on=none)
         if is_here:
             run.add_checkpoint(OLDER).add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
     (column,) = columns(table_of(*runs), "test_loss")
     assert [cell.value for cell in column.cells] == [2.5, 2.5, None, None]
     assert column.cells[2].remark.startswith(f"measured only at {OLDER}, before the run's end")
+    (trained_on,) = columns(table_of(*runs), "test_text_trained_on")
+    assert trained_on.cells[2].remark == column.cells[2].remark
     found = compare_with("low-seed1", records(*runs))
     assert found.title.startswith("Against low (2 runs), by validation loss")
     assert found.verdicts[0].word == "better"

@@ -337,4 +337,4 @@ def test_how_much_of_the_test_text_was_trained_on(tmp_path: Path) -> None:
     [shown] = [line.split() for line in table_lines(table) if line.startswith("a ")]
     assert shown[1:4] == ["3.500", "2.600", "15.2"]
     reasons = [cell.remark for cell in column(table, "test_text_trained_on").cells]
-    assert reasons[1:] == ["not known", "no result of test_loss.py"]
+    assert reasons[1:] == ["not known; test_loss.py prints the reason", "no result of test_loss.py"]
