@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from harness.common.errors import UserError, explained
 from harness.common.lock import is_held
 from harness.model.config import ModelConfig, load_model_config
+from harness.runs.budget import stated_tokens
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.checkpoints import BEST, LATEST, choose_start
 from harness.runs.directory import RunDirectory, is_run, known_runs
@@ -26,7 +27,7 @@ from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
 from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import cost, cost_by_phase
-from harness.runs.train_config import BUDGETS, load_train_config
+from harness.runs.train_config import load_train_config
 
 # Processes on another machine cannot be checked. A run there counts as "going on" until its metrics.jsonl has had no
 # new line for this long.
@@ -250,19 +251,22 @@ def _read_summary(run: RunDirectory) -> RunSummary | None:
 
 
 def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
-    """Return True if model.json has another shape than the model that `summary` records, or if train.json has another
-    kind of budget or a larger budget. Also return True if the budget is the whole split and the number of epochs is
-    another one. Returns False if model.json or train.json cannot be read."""
+    """Return True if model.json has another shape than the model that `summary` records, or if train.json has a larger
+    budget than the recorded one, which the run has not reached either. Also return True if the budget is the whole
+    split and the recorded budget or number of epochs is another one. Returns False if model.json or train.json cannot
+    be read."""
     with suppress(UserError, OSError):
         model, train = load_model_config(run.model_json), load_train_config(run.train_json)
-        wanted = train.model_dump(include={*BUDGETS})
-        had = {key: summary.train.get(key, value) for key, value in wanted.items()}
-        if had["min_train_tokens"] == -1 and (wanted["min_train_tokens"] or -1) > 0:  # the run has read the whole split
-            had["min_train_tokens"] = summary.tokens_seen
-        if had["min_train_tokens"] == wanted["min_train_tokens"] == -1 and summary.train.get("epochs") != train.epochs:
-            return True
-        is_enough = all(had[key] == value or 0 < (value or 0) <= (had[key] or 0) for key, value in wanted.items())
-        return not is_enough or summary.has_shape(model) is False
+        key, had = train.budget_key, summary.train
+        value = getattr(train, key)
+        if value == -1:
+            is_enough = had.get(key) == -1 and had.get("epochs") == train.epochs
+        else:
+            in_steps = key == "train_steps"
+            asked = value if in_steps else stated_tokens(train, model) or math.inf
+            reached = (summary.global_steps if in_steps else summary.tokens_seen) or 0
+            is_enough = value <= (had.get(key) or 0) or asked <= reached
+        return (bool(had) and not is_enough) or summary.has_shape(model) is False
     return False
 
 

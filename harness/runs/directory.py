@@ -145,8 +145,8 @@ class RunDirectory:
                 refused.append(error)
         if not runs:
             raise refused[0]
-        for error in refused:
-            _tell_left_out(str(error))
+        for reason in map(str, refused):
+            _tell_left_out(reason)
         return runs
 
     def check_outputs(self) -> None:

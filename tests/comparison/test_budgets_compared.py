@@ -30,7 +30,8 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
     assert standing.state == "stopped"
     assert ", 50 %, loss " in standing.said
     assert "stopped, 50 %" in run_here("compare_runs.py", "r", "base", "--runs-dir", str(tmp_path)).stdout
-    trained.finish(budget=budget).directory.summary.rename(derived.directory.summary)
+    done = {"budget": budget, "global_steps": 8, "tokens_seen": 8 * 128}
+    trained.finish(**done).directory.summary.rename(derived.directory.summary)
     assert status_of(derived).state == "finished"
     longer = derive(load_base(tmp_path, "base"), "r", {"train_steps": 9})
     longer.directory.train_json.write_text(json.dumps(longer.train))

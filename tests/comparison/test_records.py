@@ -131,6 +131,16 @@ def test_a_run_of_the_whole_split_is_finished_for_a_smaller_budget(tmp_path: Pat
         assert RunRecord.read(run.directory).state.word == state
 
 
+@pytest.mark.parametrize(
+    ("key", "largest"), [("train_steps", 21), ("tokens_per_parameter", 0.08), ("target_flops", 4.6e8)]
+)
+def test_a_run_that_has_reached_a_budget_of_another_kind_is_finished(tmp_path: Path, key: str, largest: float) -> None:
+    run = RunFolder(tmp_path, "a").finish(tokens_seen=21 * 128, global_steps=21)
+    for value, state in ((largest, "finished"), (2 * largest, "stopped")):
+        run.directory.train_json.write_text(json.dumps(run.train | {"min_train_tokens": None, key: value}))
+        assert RunRecord.read(run.directory).state.word == state
+
+
 def test_of_a_restarted_run_the_last_training_alone_counts(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").train_to(0, 10, 20)
     later = RunFolder(tmp_path, "b").train_to(0)
