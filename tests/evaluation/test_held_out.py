@@ -172,7 +172,9 @@ def test_results_stay_with_imported_models_but_not_with_other_weights(shop: Work
 # Bits per byte -------------------------------------------------------------------------------------------------------
 
 
-def add_text(shop: Workshop, name: str, tokenizer: str, tokens: list[int], text_bytes: int, vocab_size: int) -> None:
+def add_text(
+    shop: Workshop, name: str, tokenizer: str, tokens: list[int], text_bytes: int, vocab_size: int, **model_json: int
+) -> None:
     """Write a dataset of these tokens, and an untrained model for its vocabulary in the run `fresh`."""
     folder = shop.datasets / "me" / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +182,7 @@ def add_text(shop: Workshop, name: str, tokenizer: str, tokens: list[int], text_
         save_file({"tokens": np.array(tokens, np.uint16)}, folder / f"{split}.safetensors")
     counts = {"validation": {"tokens": len(tokens), "bytes": text_bytes}}
     (folder / "meta.json").write_text(json.dumps({"tokenizer": tokenizer, "splits": counts}))
-    run = shop.add_run("fresh", model={"vocab_size": vocab_size})
+    run = shop.add_run("fresh", model={"vocab_size": vocab_size, **model_json})
     torch.manual_seed(5)
     model = GPTModel(ModelConfig(**json.loads((run / "model.json").read_text())))
     save_tensors(dict(model.to_checkpoint_names()), run / "model.safetensors")
@@ -370,6 +372,21 @@ def test_runs_of_a_pattern_without_the_checkpoint_are_left_out_and_named(shop: W
         assert len(labels(measure(shop, *both, "--batches", 1))) == 2, "a run and a file of weights, in any order"
 
 
+def test_a_run_of_a_pattern_that_cannot_be_measured_is_left_out_with_its_reason(shop: Workshop) -> None:
+    """Models of two context lengths get tables of their own on one dataset, too, and no advice to choose one."""
+    add_text(shop, "short", "gpt2", [5] * 99, 99, 64, context_length=8)
+    (shop.runs / "fresh" / "train.json").unlink()
+    (shop.runs / "fresh" / "tokenizer.json").write_text("{")
+    done = measure(shop, "*", "--batches", 1)
+    assert done.status == 0
+    assert done.stderr.startswith(f"left out: {shop.runs}/fresh/tokenizer.json: ")
+    assert "Loss on the test split" in done.stdout
+    measure(shop, "r", "fresh").refuses("tokenizer.json")
+    (shop.runs / "fresh" / "tokenizer.json").unlink()
+    told = unwrapped(measure(shop, "r", "fresh", "--dataset", DATASET, "--batches", 1))
+    assert told.endswith("compare the bits per byte.")
+
+
 def test_models_that_read_other_text_get_tables_of_their_own(shop: Workshop) -> None:
     shop.add_dataset("local/other", seed=5)
     other = shutil.copytree(shop.runs / "r", shop.runs / "other", symlinks=True)
@@ -379,6 +396,7 @@ def test_models_that_read_other_text_get_tables_of_their_own(shop: Workshop) -> 
     assert done.stdout.count("Measured on") == 2
     assert done.stdout.count("\n\nmodel ") == 1
     assert "\n\nLosses are comparable only within a table" in done.stdout
+    assert unwrapped(done).endswith("With --dataset, all models are measured on one dataset.")
     together = measure(shop, "r", "other", "--dataset", DATASET)
     assert together.stdout.count("Measured on") == 1
     assert "within a table" not in together.stdout
