@@ -92,14 +92,17 @@ def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, floa
     the run, from its sweep.log. The log has no duration of an attempt whose sweep was killed. `recorded` is the number
     of seconds in the run's own records. Attempts without a duration share the seconds that `recorded` has beyond the
     logged durations, the last attempt first. None gets more than the time until the next attempt began, or until now.
-    """
+    Raises UserError if the log has a date that does not exist."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     begins: list[float] = []
     durations: list[float] = []
     for mark in filter(None, map(SWEEP_MARK.fullmatch, text.splitlines())):
         if mark["begun"]:
-            begins.append(calendar.timegm(time.strptime(mark["begun"], TIME_FORMAT)))
+            try:
+                begins.append(calendar.timegm(time.strptime(mark["begun"], TIME_FORMAT)))
+            except ValueError:
+                raise UserError(f"{log}: {mark['begun']} is no date; correct the line or remove it") from None
             durations.append(0.0)
         elif mark["took"] and durations:
             durations[-1] = float(mark["took"])

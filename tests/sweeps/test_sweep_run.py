@@ -291,6 +291,9 @@ def test_several_killed_sweeps_have_spent_their_time(shop: Workshop) -> None:
         add_summary(derived, dollars={"total": seconds}, seconds={"total": seconds})
         derived.directory.sweep_log.write_text(log)
     assert run(shop, sweep, max_dollars=90.0).spent == 90.0
+    sweep.runs[1].directory.sweep_log.write_text("$ python ddp_train.py  # 2026-13-01 00:00:00 UTC\n")
+    with pytest.raises(UserError, match=r"sweep.log: 2026-13-01 00:00:00 UTC is no date; correct the line or remove"):
+        run(shop, sweep, max_dollars=90.0)
 
 
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
