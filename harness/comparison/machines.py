@@ -59,7 +59,7 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
         if other.path.name != name:
             with suppress(UserError):
                 known += known_speeds(other)
-    work = _read_work(run)
+    work = _read_work(run, prices)
     if isinstance(work, Inconclusive):
         yield from paragraph(f"{name} on other machines: {work}")
         return
@@ -117,7 +117,7 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
         yield from paragraph(f"Prices of {source}. Prices change; --prices FILE reads a list of your own.")
 
 
-def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
+def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
     """Return the model, train.json with defaults, the number of sequences per global batch, and the number of tokens in
     the whole training of the run. The run need not have been trained yet. Returns Inconclusive if the run has no
     train.json, if the number of tokens is unknown, if a global batch is not a whole number of microbatches, or if the
@@ -128,7 +128,7 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)
     try:
-        meant = machine_of_run(run.path.name, config.price_per_hour)
+        meant = machine_of_run(run.path.name, config.price_per_hour, prices)
         ranks = meant[0].gpus if meant else 1
         layout = BatchLayout(ranks, config.accumulation_steps(ranks), config.microbatch_size, model.context_length)
         if summary is not None and summary.microbatch_size and summary.accumulation_steps:

@@ -126,6 +126,10 @@ def test_tokens_are_those_of_the_budget_or_of_the_training_that_took_all_there_w
     assert text_of(run).startswith("r on other machines: 1,280 tokens ")
     meant = RunDirectory(shop.add_run("8xa100m40-mine", min_train_tokens=64 * 8))
     assert text_of(meant).startswith("8xa100m40-mine on other machines: 512 tokens in global batches of 32 sequences.")
+    listed = read_json_object(PRICES)["machines"][0] | {"device": "A100 40GB", "gpus": 3, "memory_gib": 40.0}
+    (tmp_path / "prices.json").write_text(json.dumps({"machines": [listed]}))
+    meant = RunDirectory(shop.add_run("3xa100m40-mine"))
+    assert lines_of(meant, [], tmp_path / "prices.json")[0].endswith("tokens in global batches of 12")
 
 
 def test_a_broken_neighbor_is_passed_over_and_a_broken_run_is_not(tmp_path: Path) -> None:
