@@ -152,7 +152,7 @@ class TrainConfig(RunFile):
     """Decoupled weight decay."""
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
     """AdamW's averaging factors."""
-    eps: Finite = Field(default=1e-8, gt=0)
+    eps: Finite = Field(default=1e-8, ge=1e-37)  # a smaller number is 0, or nearly, in fp32
     """AdamW's denominator term."""
     decay_all_parameters: bool = True
     """false: weight decay on matrices only."""
