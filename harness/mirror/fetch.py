@@ -62,7 +62,7 @@ def read_remote_meta(mirror: Mirror, files: dict[str, int], name: str) -> Checkp
         try:
             meta = read_meta(path)
             verify_meta(path)
-        except (UserError, KeyError):
+        except UserError:
             return None
     listed = [each for each in meta.sha256 if each != META]
     is_whole = WEIGHTS in listed and all(

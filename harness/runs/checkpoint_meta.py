@@ -366,10 +366,9 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 def verify_meta(path: Path) -> None:
     """Raise UserError if the meta.json of the checkpoint `path` cannot be read, or if its values do not match the
-    SHA-256 that it records for them. A file of an earlier version, which lacks this SHA-256, passes. Raises KeyError if
-    the file has no key "sha256"."""
+    SHA-256 that it records for them. A file that lacks this SHA-256, as those of earlier versions do, passes."""
     values = read_json_object(path / META)  # as they are in the file, including unknown keys
-    if values["sha256"].get(META, own := _own_sha256(values)) != own:
+    if values.get("sha256", {}).get(META, own := _own_sha256(values)) != own:
         raise UserError(f"{path / META}: damaged (its values do not match the SHA-256 recorded in it)")
 
 

@@ -19,7 +19,7 @@ from gpt import GPTModel, ModelConfig
 from harness.common.errors import RunError, UserError
 from harness.common.files import sha256
 from harness.runs import checkpoints
-from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, write_meta
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta, write_meta
 from harness.runs.checkpoints import Checkpoint, save_checkpoint
 from harness.runs.directory import RunDirectory
 from tests.support.in_process import InProcess
@@ -312,6 +312,11 @@ def test_the_commands_own_checkpoints(real_run: Path) -> None:
     best = checkpoints.find_checkpoint(folder, "best")
     others = {path for _, path in checkpoints.list_checkpoints(folder)} - {latest, best}
     assert len(others) == 2
+
+
+def test_a_meta_json_without_hashes_cannot_be_verified(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text('{"global_step": 3}')
+    verify_meta(tmp_path)
 
 
 @pytest.mark.parametrize("price", [-1, "x", None])
