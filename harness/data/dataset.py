@@ -262,7 +262,7 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
         if not (folder / f"{split}.safetensors").is_file():
             meta = read_json_object(folder / "meta.json") if (folder / "meta.json").is_file() else {}
             if isinstance(made := meta.get("splits"), dict) and split not in made:
-                raise UserError(f"{folder}: has no {split} split; name another split or dataset, or make it with one")
+                raise UserError(f"{folder}: has no {split} split; name a dataset with one, or make it with one")
             raise UserError(
                 f"{folder}: incomplete: {split}.safetensors is missing; complete the folder, or move it away to have "
                 "the dataset fetched again"

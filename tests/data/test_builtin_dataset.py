@@ -84,7 +84,7 @@ def test_an_incomplete_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / NAME / "meta.json").write_text('{"splits": {"train": {}}}')
     with pytest.raises(UserError, match="incomplete: train"):
         ensure_dataset(tmp_path, NAME, ["train"])
-    with pytest.raises(UserError, match="has no test split"):
+    with pytest.raises(UserError, match="has no test split; name a dataset with one"):
         ensure_dataset(tmp_path, NAME, ["test"])
 
 
