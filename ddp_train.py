@@ -180,7 +180,9 @@ class Trainer:
         state.has_diverged |= is_skipping
         if "checkpoint" in due:
             self.checkpointer.save(state, planned=True)
-            self.reporter.checkpoint(state)
+            meta = self.prepared.meta  # after a lowered budget, its step may be the last one, and has its line already
+            if meta is None or not (meta.planned and meta.global_step == step):
+                self.reporter.checkpoint(state)
             if step != position.last_step:
                 self.stop.raise_if_set(self.world)  # a save is slow, and torchrun kills ranks 30 s after a signal
         elif "weights_check" in due:
