@@ -61,6 +61,7 @@ class MemoryLimit:
     usable_bytes: float  # the part of the limit that `peak_of_limited_memory` may reach
     note: str  # what a microbatch cannot use of the limit, to follow the words "limit 40.00 GiB, of which"
     asked_gib: float | None = None  # the user's limit; None for all available memory
+    remedy: str = ""  # if not even one sequence fits
 
 
 def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> MemoryLimit:
@@ -90,7 +91,10 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
             "-f on a CPU needs Linux: other systems cannot limit a process's memory; set microbatch_size in train.json"
         )
     note = f"{used / GIB:.2f} GiB are {how} and {reserve / GIB:.2f} GiB left as a reserve"
-    return MemoryLimit(limit / GIB, usable, note, limit_gib)
+    more = "free memory" if device.type == "cuda" else "free memory or raise `ulimit -d`"
+    more = more if limit_gib is None else "raise --memory-limit-gib"
+    remedy = more if used + reserve >= limit else f"use a smaller model or context, or {more}"
+    return MemoryLimit(limit / GIB, usable, note, limit_gib, remedy)
 
 
 def limit_cpu_memory(limit: MemoryLimit) -> None:

@@ -161,10 +161,9 @@ class MicrobatchSearcher:
         rough = {"growth": COMPILED_GROWTH, "fineness": COMPILED_FINENESS} if self.compiles else {}
         found = largest_that_fits(self.fits, ceiling, self.guess, **rough)
         if not found:
-            remedy = "" if self.limit.asked_gib is None else ", or raise --memory-limit-gib"
             raise self.world.collective_error(
-                f"not even a microbatch of 1 fits in {self.limit.gib:.2f} GiB, of which {self.limit.note}; use a "
-                f"smaller model or context{remedy}"
+                f"not even a microbatch of 1 fits in {self.limit.gib:.2f} GiB, of which {self.limit.note}; "
+                f"{self.limit.remedy}"
             )
         return found
 
@@ -335,7 +334,8 @@ class MicrobatchSearcher:
             print("Not counted: memory that benchmarks need during training; if they run out of it, use a smaller size")
         line, fit = self.line(), "amount per sequence unknown"
         if line:
-            fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed"
+            digits = max(3, 1 - math.floor(math.log10(line[0] / GIB)))
+            fit = f"{line[0] / GIB:.{digits}f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed"
         data = "; the size is limited by the data or the global batch" if is_all_data else ""
         limit = f"limit {self.limit.gib:.2f} GiB, of which {self.limit.note}{data}"
         print(f"Memory: {fit} (peaks measured: {len(self.peaks)}; {limit})")

@@ -325,8 +325,8 @@ def test_a_limit_too_small_for_anything(workshop: Workshop, ranks: int, given: f
     assert (result.status, len(result.error_lines)) == (1, 1)
     assert "Traceback" not in result.stderr
     assert "Max microbatch size" not in result.stdout
-    words = rf"error: not even a microbatch of 1 fits in {given:.2f} GiB, of which .*; use a smaller model "
-    assert re.fullmatch(rf"{words}or context, or raise --memory-limit-gib", result.error_lines[0])
+    words = rf"error: not even a microbatch of 1 fits in {given:.2f} GiB, of which .* left as a reserve; "
+    assert re.fullmatch(rf"{words}raise --memory-limit-gib", result.error_lines[0]), "a smaller model would not fit"
 
 
 def test_memory_that_the_program_has_already_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,9 +494,10 @@ def test_a_folder_that_takes_nothing_is_a_warning(tmp_path: Path, capsys: pytest
     search = searcher(tmp_path)
     results = search.experiment.run.results
     results.write_text("")
+    search.peaks |= {1: 20_000, 2: 30_000}
     search.report(3, is_all_data=False)
     said = capsys.readouterr()
-    assert said.out.startswith("Max microbatch size was 3\n")
+    assert said.out.startswith("Max microbatch size was 3\nMemory: 0.0000093 GiB per sequence +")
     assert said.err.startswith(f"warning: {results}/microbatch-search-")
     assert len(said.err.splitlines()) == 1
 
