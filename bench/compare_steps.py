@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -108,7 +108,8 @@ class Player:
         """Take one step on all ranks, and record the seconds of the slowest rank ("wall") and the sum of the ranks'
         processor seconds ("processor"). Raises ClickException if a process ends during the step."""
         for process in self.processes:
-            print("step", file=process.stdin, flush=True)
+            with suppress(BrokenPipeError):  # it has ended, as its missing answer will show
+                print("step", file=process.stdin, flush=True)
         answers = []
         for process in self.processes:
             assert process.stdout is not None

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 
@@ -45,6 +46,14 @@ def test_all_programs_compute_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     finally:
         player.end()
     assert player.steps == [{"wall": 1, "processor": 0}]
+
+
+def test_a_program_that_has_ended_is_named_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_steps, "CONTESTANT", "raise SystemExit('no such thing')")
+    player = compare_steps.Player(compare_steps.OWN, tmp_path, ranks=1, threads=1)
+    player.processes[0].wait()
+    with pytest.raises(click.ClickException, match=r"ended: no such thing"):
+        player.step()
 
 
 # Runs the command with a tiny shape.
