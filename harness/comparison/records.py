@@ -224,7 +224,9 @@ def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
     there are no runs."""
     if not names and not known_runs(runs_dir):
         raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
-    found = {run.path.name: run for name in names or ("*",) for run in RunDirectory.find_all(runs_dir, name)}
+    patterns = names or ("*",)
+    runs = [run for each in patterns for run in RunDirectory.find_all(runs_dir, each, any_name=not names)]
+    found = {run.path.name: run for run in runs}
     for run in found.values():
         if not is_run(run.path):
             raise UserError(f"{run.path}: not a run; it has neither train.json, summary.json nor an imported model")

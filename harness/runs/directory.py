@@ -120,10 +120,10 @@ class RunDirectory:
         raise UserError(f"{path}: no such run; {hint}{quote}")
 
     @classmethod
-    def find_all(cls, runs_dir: Path, name: str) -> list[RunDirectory]:
+    def find_all(cls, runs_dir: Path, name: str, *, any_name: bool = False) -> list[RunDirectory]:
         """Return the run `name` in a list. If `name` is a pattern like `lr-*` (which may follow the path of
-        `runs_dir`), return all runs whose names match, sorted by name. Those that `find` refuses are left out, with a
-        line on standard error.
+        `runs_dir`), return all runs whose names match, sorted by name. Those that `find` would refuse are left out,
+        with a line on standard error. With `any_name`, names that are not valid are accepted, too.
 
         Raises UserError as `find` does (of a pattern, if all are refused), and also if no run's name matches.
         """
@@ -140,7 +140,10 @@ class RunDirectory:
         runs, refused = [], []
         for each in found:
             try:
-                runs.append(cls.find(runs_dir, each))
+                if not any_name:
+                    check_name(each, "run")
+                check_inside(runs_dir / each, runs_dir, "--runs-dir")
+                runs.append(cls(runs_dir / each))
             except UserError as error:
                 refused.append(error)
         if not runs:

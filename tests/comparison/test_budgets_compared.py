@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from harness.comparison.arms import find_arms
 from harness.comparison.records import RunRecord
@@ -30,7 +31,7 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
     assert standing.state == "stopped"
     assert ", 50 %, loss " in standing.said
     assert "stopped, 50 %" in run_here("compare_runs.py", "r", "base", "--runs-dir", str(tmp_path)).stdout
-    done = {"budget": budget, "global_steps": 8, "tokens_seen": 8 * 128}
+    done: dict[str, Any] = {"budget": budget, "global_steps": 8, "tokens_seen": 8 * 128}
     trained.finish(**done).directory.summary.rename(derived.directory.summary)
     assert status_of(derived).state == "finished"
     longer = derive(load_base(tmp_path, "base"), "r", {"train_steps": 9})
