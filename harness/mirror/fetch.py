@@ -42,11 +42,17 @@ def step_of(name: str) -> int:
     return int(match.group(1)) if match else -1
 
 
+def recency(name: str) -> tuple[int, str]:
+    """Return a sort key for the names of checkpoints: by step, and of the same step by date. A later one of the same
+    step follows an evaluation that was interrupted after that step."""
+    return step_of(name), name
+
+
 def names_in(files: dict[str, int]) -> list[str]:
     """Return the names of all checkpoint folders among a mirror's `files`, whole or not, the newest first."""
     parts = [path.split("/") for path in files]
     names = {part[1] for part in parts if len(part) == 3 and part[0] == "checkpoints" and step_of(part[1]) >= 0}
-    return sorted(names, key=lambda name: (step_of(name), name), reverse=True)
+    return sorted(names, key=recency, reverse=True)
 
 
 def read_remote_meta(mirror: Mirror, files: dict[str, int], name: str) -> CheckpointMeta | None:
@@ -81,9 +87,9 @@ def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, Checkp
 
 
 def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
-    """Return name and meta.json of the newest whole checkpoint in the mirror if it is of a later step than the one that
-    the run would continue from without the mirror. Return None otherwise. Nothing is fetched. Raises RunError if the
-    mirror cannot be read, and UserError as `choose_start` and `refuse_if_set_aside` do."""
+    """Return name and meta.json of the newest whole checkpoint in the mirror if it is newer (see `recency`) than the
+    one that the run would continue from without the mirror. Return None otherwise. Nothing is fetched. Raises RunError
+    if the mirror cannot be read, and UserError as `choose_start` and `refuse_if_set_aside` do."""
     try:
         files = without_own_aside(run, mirror.files())
         found = newest_in_mirror(mirror, files)
@@ -93,18 +99,18 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
             "(ddp_train.py --mirror none)"
         ) from None
     refuse_if_set_aside(run, mirror, files)
-    return found if found and found[1].global_step > _local_step(run) else None
+    return found if found and recency(found[0]) > recency(_local_name(run)) else None
 
 
 def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
-    """If the newest whole checkpoint in the mirror is of a later step than the one that the run would continue from
-    here, fetch it, with its metrics and results and the best checkpoint. Return its name, or None if no checkpoint was
-    fetched.
+    """If the newest whole checkpoint in the mirror is newer (see `recency`) than the one that the run would continue
+    from here, fetch it, with its metrics and results and the best checkpoint. Return its name, or None if no checkpoint
+    was fetched.
 
     `check` raises UserError if the checkpoint is not one of this run; it is called before anything is fetched. A
     damaged checkpoint in the mirror (a file is missing or does not have the hash that meta.json gives, or meta.json
     cannot be read) is skipped with a warning, and an older one is taken. If the run's own latest checkpoint is damaged
-    and the mirror has no later one, the mirror's copy replaces it, and the damaged one is moved to a folder below
+    and the mirror has no newer one, the mirror's copy replaces it, and the damaged one is moved to a folder below
     `aside/`. An interrupted download resumes. A local metrics.jsonl that is not the beginning of the mirror's is moved
     to a folder below `aside/`. Raises RunError if the mirror cannot be read. Raises UserError as `check`,
     `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are damaged and there is none here.
@@ -114,7 +120,7 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     refuse_if_set_aside(run, mirror, files)
     damaged = _damaged_start(run, files)
     for name in names_in(files):
-        if step_of(name) <= _local_step(run) and name != damaged:
+        if recency(name) <= recency(_local_name(run)) and name != damaged:
             break
         meta = retried(mirror, partial(read_remote_meta, mirror, files, name))
         if meta is not None:
@@ -128,7 +134,7 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
             warn_of_damage(mirror, name, f"{META} cannot be read, or a file that it lists is missing")
     for path in run.checkpoints.glob(f"{FETCHING_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
-    if is_damaged and brought is None and _local_step(run) < 0:
+    if is_damaged and brought is None and not _local_name(run):
         raise UserError(
             f"mirror {mirror.name}: no checkpoint there is whole; --restart trains anew and leaves them there, "
             "--mirror none trains without a mirror, and mirror.py fetch --without-weights brings the metrics"
@@ -230,9 +236,9 @@ def warn_of_damage(mirror: Mirror, name: str, reason: str) -> None:
     tell(f"warning: mirror {mirror.name}: checkpoint {name} is damaged ({reason}) and is not used")
 
 
-def _local_step(run: RunDirectory) -> int:
+def _local_name(run: RunDirectory) -> str:
     start = choose_start(run.checkpoints, None)
-    return -1 if start is None else step_of(start.name)
+    return "" if start is None else start.name
 
 
 def fetch_checkpoint(

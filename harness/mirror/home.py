@@ -18,6 +18,7 @@ from harness.mirror.fetch import (
     is_set_aside,
     names_in,
     newest_in_mirror,
+    recency,
     refuse_if_set_aside,
     retried,
     step_of,
@@ -83,8 +84,10 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     refuse_if_set_aside(run, mirror, files)
     run.path.mkdir(parents=True, exist_ok=True)
     is_trained_here = is_held(run.lock_file)
-    there = [step_of(each) for each in names_in(files) if f"checkpoints/{each}/{META}" in files]
-    is_further = any(step > max(there, default=-1) for step, _ in list_checkpoints(run.checkpoints))
+    there = max(
+        (recency(each) for each in names_in(files) if f"checkpoints/{each}/{META}" in files), default=recency("")
+    )
+    is_further = any(recency(path.name) > there for _, path in list_checkpoints(run.checkpoints))
     brought = None
     if with_weights:
         run.lock()
@@ -199,7 +202,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
         files = without_own_aside(run, retried(mirror, mirror.files))
         refuse_if_set_aside(run, mirror, files)
         found = retried(mirror, lambda: newest_in_mirror(mirror, files))
-        if found and found[1].global_step > (here[-1][0] if here else -1):
+        if found and recency(found[0]) > recency(here[-1][1].name if here else ""):
             raise UserError(
                 f"mirror {mirror.name}: has {found[0]}, which is newer than {run.path}: `uv run mirror.py fetch` "
                 "brings it; to send the older state, use another URL"

@@ -253,6 +253,26 @@ def test_the_best_checkpoint_is_fetched_although_it_is_in_aside(first: InProcess
     assert best in names(remote(first))
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_checkpoint_of_the_same_step_is_fetched_if_it_is_newer(first: InProcess, is_damaged: bool) -> None:
+    """Another machine has done the last validation, which was interrupted here."""
+    store, run = f"file://{remote(first).parent}", first.runs / "r"
+    told = f"from tests.support.faults import *\nafter_first_evaluated(tell(SIGTERM), step={STEPS - 1})\n"
+    first.add_run(**SETTINGS, mirror=store)
+    first.train("r", prelude=told, ranks=1, expect=143)
+    interrupted = names(run)[-1]
+    time.sleep(1.1)  # a checkpoint's name has its time in seconds
+    add_machine(first.path.parent, "second").train_here()
+    assert "which is newer" in first.command("mirror.py", "push", "r", store).stderr
+    if is_damaged:
+        (run / "checkpoints" / interrupted / "model.safetensors").write_bytes(b"")
+    assert first.command("mirror.py", "fetch", store, "r").status == 0
+    newest = names(first.path.parent / "second" / "runs" / "r")[-1]
+    assert newest.partition("-")[2] == interrupted.partition("-")[2]
+    assert {(run / "checkpoints" / link).resolve().name for link in ("latest", "best")} == {newest}
+    assert "is finished" in first.train_here().stdout
+
+
 def test_measurements_of_the_training_before_a_restart_are_set_aside(first: InProcess, tmp_path: Path) -> None:
     """They do not come to a machine that fetches the run, and are moved on one that has fetched them before."""
     store, measured = url(first), first.runs / "r" / "results"
