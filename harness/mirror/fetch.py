@@ -142,12 +142,17 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     return brought
 
 
+def own_aside(run: RunDirectory) -> set[str]:
+    """Return the names of the checkpoints that were moved to a folder below `aside/` here when the run went back to an
+    earlier step, and were not fetched again."""
+    here = {path.name for _, path in list_checkpoints(run.checkpoints)}
+    return {path.name for path in run.aside.glob("*/checkpoints/*")} - here
+
+
 def without_own_aside(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
-    """Return the mirror's `files` without the meta.json and the measurements of each checkpoint that was moved to a
-    folder below `aside/` here when the run went back to an earlier step. The next upload sets the later ones of them
-    aside in the mirror, too, but this process may start before it."""
-    aside = {path.name for path in run.aside.glob("*/checkpoints/*")}
-    aside -= {path.name for _, path in list_checkpoints(run.checkpoints)}  # fetched again
+    """Return the mirror's `files` without the meta.json and the measurements of each checkpoint in `own_aside`. The
+    next upload sets these checkpoints aside in the mirror, too, but this process may start before it."""
+    aside = own_aside(run)
 
     def is_gone(file: str) -> bool:
         checkpoint = CHECKPOINT_NAME.search(file)

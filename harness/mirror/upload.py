@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from harness.common.errors import UserError, signals_to
 from harness.common.messages import GIB
-from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, names_in, read_remote_meta, step_of
+from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, names_in, own_aside, read_remote_meta, step_of
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
@@ -275,14 +275,21 @@ class Uploads:
                     yield f"{folder.name}/{path.name}", path
 
     def _set_aside(self, there: dict[str, int]) -> None:
-        """Rename the meta.json of checkpoints later than the step that this process continues from, so that no machine
-        continues from them: the run was set back to an earlier step, or they are damaged. Their other files stay. If
-        there are such checkpoints, delete summary and chart. Also move measurements of later checkpoints to
-        RESULTS_ASIDE. Summary, chart and measurements that the run's folder still has are left alone. Removes these
-        files from `there`, the sizes of the mirror's files."""
-        stale: set[str] = set()
+        """Rename the meta.json of checkpoints later than the step that this process continues from, and of those that
+        the run here has left by going back, so that no machine continues from them: the run was set back to an earlier
+        step, or they are damaged. Their other files stay. If there are such checkpoints, delete summary and chart. Also
+        move their measurements to RESULTS_ASIDE. Summary, chart and measurements that the run's folder still has are
+        left alone. Removes these files from `there`, the sizes of the mirror's files."""
+        stale, aside = set[str](), own_aside(self.run)
+        # Another machine may have continued from one that was left here, up to a checkpoint that was fetched since.
+        here = list_checkpoints(self.run.checkpoints)
+        shared = max((step for step, path in here if f"checkpoints/{path.name}/{META}" in there), default=-1)
+
+        def is_left(name: str) -> bool:
+            return step_of(name) > (shared if name in aside else self.start_step)
+
         for name in names_in(there):
-            if step_of(name) > self.start_step and f"checkpoints/{name}/{META}" in there:
+            if is_left(name) and f"checkpoints/{name}/{META}" in there:
                 if content := self.mirror.read(f"checkpoints/{name}/{META}"):
                     self.mirror.write(f"checkpoints/{name}/{ASIDE}", content)
                 self.mirror.delete(f"checkpoints/{name}/{META}")
@@ -291,8 +298,7 @@ class Uploads:
         for path in there:
             folder, _, file = path.partition("/")
             checkpoint = CHECKPOINT_NAME.search(file) if folder == self.run.results.name else None
-            is_later = checkpoint is not None and int(checkpoint.group(1)) > self.start_step
-            if is_later and not (self.run.path / path).exists():
+            if checkpoint is not None and is_left(checkpoint[0]) and not (self.run.path / path).exists():
                 self.mirror.write(f"{RESULTS_ASIDE}/{file}", self.mirror.read(path) or b"")
                 stale.add(path)
         for file in stale & there.keys():

@@ -273,6 +273,21 @@ def test_a_checkpoint_of_the_same_step_is_fetched_if_it_is_newer(first: InProces
     assert "is finished" in first.train_here().stdout
 
 
+@pytest.mark.parametrize("is_ancestor", [False, True])
+def test_what_was_left_without_the_mirror_is_set_aside_there(first: InProcess, is_ancestor: bool) -> None:
+    """Unless another machine has continued from it, and this one continues that training."""
+    old, store = names(first.runs / "r")[-1], f"file://{remote(first).parent}"
+    first.add_run(**SETTINGS | {"min_train_tokens": 64 * 7})
+    time.sleep(1.1)  # a checkpoint's name has its time in seconds
+    first.train_here("r", "--restart", "--mirror", "none")
+    if is_ancestor:
+        add_machine(first.path.parent, "second").train_here()
+    first.add_run(**SETTINGS | {"min_train_tokens": 64 * 11}, mirror=store)
+    first.train_here()
+    assert not (first.runs / "r" / "checkpoints" / old).exists()
+    assert (remote(first) / "checkpoints" / old / "meta.json").exists() == is_ancestor
+
+
 def test_measurements_of_the_training_before_a_restart_are_set_aside(first: InProcess, tmp_path: Path) -> None:
     """They do not come to a machine that fetches the run, and are moved on one that has fetched them before."""
     store, measured = url(first), first.runs / "r" / "results"
