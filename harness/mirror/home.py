@@ -188,8 +188,8 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
 
     Raises UserError if the mirror cannot be opened or is the run's own folder, if a process here trains the run, if
     another machine trains it (without `take_over`) or takes it meanwhile, if the mirror holds another experiment or a
-    later checkpoint, if a checkpoint here is damaged, or as `refuse_if_set_aside` does. Raises RunError if the mirror
-    cannot be read or owner.json cannot be written, and the errors of the store if sending fails.
+    newer checkpoint, if a checkpoint here cannot be verified, or as `refuse_if_set_aside` does. Raises RunError if the
+    mirror cannot be read or owner.json cannot be written, and the errors of the store if sending fails.
     """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself
@@ -211,8 +211,8 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
         uploads.verify()
         uploads.push()
         if uploads.damaged:
-            said = f"{run.path}: {abbreviated(sorted(uploads.damaged))}: damaged here, and not sent"
-            remedy = "`uv run mirror.py fetch` brings the mirror's copy of the latest checkpoint, if there is one"
+            said = f"{run.path}: {abbreviated(sorted(uploads.damaged))}: cannot be verified here, and was not sent"
+            remedy = "`uv run mirror.py fetch` brings the mirror's copy of a damaged latest checkpoint, if there is one"
             raise UserError(f"{said}; {remedy}")
     except LeaseLost as owner:
         raise UserError(f"mirror {mirror.name}: {owner} has taken the run meanwhile: stop it there first") from None

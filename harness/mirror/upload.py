@@ -25,7 +25,6 @@ from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, names_in, own_aside, read
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
-from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import BEST, LATEST, list_checkpoints, verify_checkpoint
 from harness.runs.directory import CACHE_SECRET, CHECKPOINT_NAME, RunDirectory
 from harness.runs.metrics import rough_duration
@@ -53,7 +52,7 @@ class Uploads:
         self.sending: str | None = None  # the checkpoint that is being sent, which must not be deleted
         self.lost = False  # another machine has taken the run
         self._whole: set[str] = set()  # checkpoints that are known to be whole in the mirror
-        self.damaged: set[str] = set()  # checkpoints that are damaged here, so that the mirror's copies are kept
+        self.damaged: set[str] = set()  # checkpoints that cannot be verified here, so that the mirror's copies are kept
         self._versions: dict[str, tuple[int, int]] = {}  # size and time of the files that this process has sent
         self._sent_bytes = 0  # by this process, for the progress bar
         self._in_flight = 0  # size of the file that is being sent; not every library reports its progress
@@ -122,12 +121,12 @@ class Uploads:
         return [*(path.name for path in self._wanted() if path.name not in self._whole | self.damaged), *changed]
 
     def verify(self) -> None:
-        """Find damaged checkpoints among the newest and the best one, so that `push` does not send them. Reads all
-        their files. (Training does not call it, because it has written the files itself.)"""
+        """Find checkpoints among the newest and the best one that are damaged or have no hashes, so that no machine
+        could fetch them, and `push` does not send them. Reads all their files. (Training does not call it, because it
+        has written the files itself.)"""
         for path in self._wanted():
             try:
-                if not read_meta(path).is_from_notebook:  # it has no hashes
-                    verify_checkpoint(path)
+                verify_checkpoint(path)
             except (UserError, OSError) as error:
                 self._say(f"warning: {error}")
                 self.damaged.add(path.name)

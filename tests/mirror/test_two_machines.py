@@ -143,7 +143,8 @@ def test_a_damaged_checkpoint_is_not_pushed(first: InProcess, store: str, file: 
     whole = (latest / file).read_bytes()
     (latest / file).write_bytes(whole[:size] + b"x")
     result = first.command("mirror.py", "push", "r", f"file://{first.path.parent}/{store}")
-    assert (result.status, f"{latest.name}: damaged here, and not sent" in result.stderr) == (2, True)
+    assert (result.status, f"{latest.name}: cannot be verified here, and was not sent" in result.stderr) == (2, True)
+    assert f"warning: runs/r/checkpoints/{latest.name}/{file}: damaged" in result.stderr
     there = first.path.parent / store / "r" / "checkpoints" / latest.name
     assert (there / "meta.json").exists() == (there / file).exists() == (store == "store")
     assert store == "empty" or (there / file).read_bytes() == whole

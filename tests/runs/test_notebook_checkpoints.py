@@ -168,11 +168,16 @@ def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -
     assert "its weights are used" in shop.train_here("r", NAME).stdout
 
 
-def test_in_a_mirror_it_is_not_called_damaged(tmp_path: Path) -> None:
+def test_it_is_not_sent_to_a_mirror_and_not_called_damaged(tmp_path: Path) -> None:
+    """It has no hashes, by which another machine could verify it. Everything else is sent."""
     shop, _, _ = workshop(tmp_path)
     url = f"file://{tmp_path}/store"
-    shop.script("mirror.py", "push", "r", url)
-    assert shop.script("mirror.py", "fetch", url, "r").stderr == ""
+    pushed = shop.command("mirror.py", "push", "r", url)
+    assert pushed.status == 2
+    assert f"warning: runs/r/checkpoints/{NAME}: not written by this program" in pushed.stderr
+    assert not (tmp_path / "store/r/checkpoints").exists()
+    fetched = shop.command("mirror.py", "fetch", url, "r")
+    assert (fetched.status, fetched.stderr) == (0, "")
 
 
 def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
