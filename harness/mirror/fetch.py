@@ -8,6 +8,7 @@ meta.json lists are there. Their hashes are verified when they are fetched.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -322,17 +323,20 @@ def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, 
     a folder below `aside/`. Raises RunError if the mirror cannot be read, or if a move fails."""
     wanted = [path for path in (run.summary, run.chart) if path.name in files]
     contents = {path: retried(mirror, partial(mirror.read, path.name)) or b"" for path in wanted}
-    try:
-        is_stale = json.loads(contents.get(run.summary, b"{}")).get("tokens_seen", 0) > meta.tokens_seen
-    except (ValueError, AttributeError, TypeError):  # it is damaged
-        is_stale = True
-    if is_stale:
+    if tokens_of_summary(contents.get(run.summary)) > meta.tokens_seen:
         contents = {}
     if run.summary.is_file() and run.summary.read_bytes() != contents.get(run.summary):
         run.set_summary_and_chart_aside(run.new_aside())
     for path, content in contents.items():
         with atomic_file(path) as draft:
             draft.write_bytes(content)
+
+
+def tokens_of_summary(content: bytes | None) -> float:
+    """Return the tokens of the training that a summary.json describes: 0 without one, infinity if it is damaged."""
+    with suppress(ValueError, AttributeError, TypeError):
+        return float(json.loads(content or b"{}").get("tokens_seen", 0))
+    return math.inf
 
 
 def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:

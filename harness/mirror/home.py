@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ from harness.mirror.fetch import (
     refuse_if_set_aside,
     retried,
     step_of,
+    tokens_of_summary,
     without_own_aside,
 )
 from harness.mirror.owner import LEASE_SECONDS, OWNER, REFRESH_SECONDS, Lease, LeaseLost, owner_of
@@ -66,7 +68,7 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
     """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. model.json,
     train.json, results and compiled code are not replaced if they are there. Summary, chart and metrics are replaced
-    unless the run here has a later checkpoint than the mirror or is being trained; for metrics, see also
+    unless the run here has a newer checkpoint than the mirror or is being trained; see also `_may_replace_summary` and
     `_may_replace_metrics`. The mirror's owner.json is written into the run's lock file.
 
     Raises UserError as `open_mirror` and `refuse_if_set_aside` do, if there is no such run, or if the run here is
@@ -99,7 +101,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     is_kept = is_further or is_trained_here or went_back
     if not is_kept and run.summary.name not in files and _summary_was_set_aside(files, run.summary):
         run.set_summary_and_chart_aside(run.new_aside())
-    replaced = [] if is_kept else [run.metrics] if brought else [run.summary, run.chart, run.metrics]
+    summarized = [] if brought or not _may_replace_summary(run, mirror) else [run.summary, run.chart]
+    replaced = [] if is_kept else [*summarized, run.metrics]
     for path in [*(each for each in (run.model_json, run.train_json) if not each.exists()), *replaced]:
         content = retried(mirror, partial(mirror.read, path.name)) if path.name in files else None
         if content is not None and (path != run.metrics or _may_replace_metrics(run, content)):
@@ -118,6 +121,14 @@ def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
         last = (read_summary(summary).global_steps or 0) - 1
         return any(step_of(name) == last and is_set_aside(files, name) for name in names_in(files))
     return False
+
+
+def _may_replace_summary(run: RunDirectory, mirror: Mirror) -> bool:
+    """Return True if the mirror's summary and chart may replace the run's: not if that summary is damaged or, with a
+    checkpoint here, describes fewer tokens than the one here."""
+    there = tokens_of_summary(retried(mirror, lambda: mirror.read(run.summary.name)))
+    here = tokens_of_summary(run.summary.read_bytes() if run.summary.exists() else None)
+    return there < math.inf and not (there < here < math.inf and list_checkpoints(run.checkpoints))
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:

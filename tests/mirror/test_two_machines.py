@@ -121,16 +121,18 @@ def test_a_checkpoint_that_is_damaged_here_alone_is_fetched(first: InProcess, by
     assert_same_end(straight.runs / "r", run)
 
 
-@pytest.mark.parametrize("there", [None, "cut"])
-def test_a_finished_run_keeps_its_summary_when_its_damaged_checkpoint_is_fetched(
-    first: InProcess, there: str | None
-) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("there", ["none", "cut", "stale"])
+def test_a_finished_run_keeps_its_summary_when_it_is_fetched(first: InProcess, there: str, is_damaged: bool) -> None:
+    """Nothing is fetched, or the copy of a checkpoint that is damaged here."""
     run, summary = first.runs / "r", remote(first) / "summary.json"
     before = (run / "summary.json").read_bytes()
-    damage(run / "checkpoints" / "latest")
+    if is_damaged:
+        damage(run / "checkpoints" / "latest")
     summary.unlink()
-    if there:
-        summary.write_bytes(before[:50])
+    if there != "none":
+        stale = before.replace(b'"tokens_seen": 320', b'"tokens_seen": 64')
+        summary.write_bytes(before[:50] if there == "cut" else stale)
     first.script("mirror.py", "fetch", url(first), "r")
     assert (run / "summary.json").read_bytes() == before
 
