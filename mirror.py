@@ -50,7 +50,8 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
     Checkpoints, results and settings that are here already are kept. Summary, chart and metrics are replaced, unless
-    there is a newer checkpoint here than at URL, or the run is being trained here. Metrics that differ up to the newest
+    there is a newer checkpoint here than at URL, the summary there is damaged or of fewer steps, the newest checkpoint
+    there is in the run's aside/, or the run is being trained here. Metrics that differ up to the newest
     checkpoint here are kept or, if a checkpoint is fetched, moved to aside/. Checkpoints are fetched only if the newest
     one at URL is newer than `latest` here, or replaces a damaged `latest`. It then becomes `latest`. Checkpoints in the
     run's aside/ do not count.
@@ -78,7 +79,11 @@ def follow(url: str, run: str) -> None:
 @RUNS_DIR
 @click.option("--take-over", is_flag=True, help="Send it even if another machine trains the run.")
 def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
-    """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings."""
+    """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings.
+
+    Checkpoints at URL that are in the run's aside/ here count no more there (meta-aside.json): no machine continues
+    from them. Their summary and chart are replaced or deleted.
+    """
     from harness.mirror.home import push_run
     from harness.mirror.store import reason_of
     from harness.runs.directory import RunDirectory

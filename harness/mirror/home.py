@@ -68,8 +68,9 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
     """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. model.json,
     train.json, results and compiled code are not replaced if they are there. Summary, chart and metrics are replaced
-    unless the run here has a newer checkpoint than the mirror or is being trained; see also `_may_replace_summary` and
-    `_may_replace_metrics`. The mirror's owner.json is written into the run's lock file.
+    unless the run here has a newer checkpoint than the mirror, has the mirror's newest one in `aside/`, or is being
+    trained; see also `_may_replace_summary` and `_may_replace_metrics`. The mirror's owner.json is written into the
+    run's lock file.
 
     Raises UserError as `open_mirror` and `refuse_if_set_aside` do, if there is no such run, or if the run here is
     another experiment or is the mirror itself. With weights, also raises UserError if another process uses the run, or
@@ -195,7 +196,8 @@ def follow_run(url: str, name: str) -> Iterator[str]:
 
 def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     """Send a run's newest and best checkpoint and all its small files to a mirror, and return the URL of the run's
-    folder there. With `take_over`, the run is taken from another machine that trains it.
+    folder there. Checkpoints there that are in `aside/` here are set aside, with their measurements, and summary and
+    chart are deleted if there are none here. With `take_over`, the run is taken from another machine that trains it.
 
     Raises UserError if the mirror cannot be opened or is the run's own folder, if a process here trains the run, if
     another machine trains it (without `take_over`) or takes it meanwhile, if the mirror holds another experiment or a
