@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,22 @@ class Position:
     @property
     def is_finished(self) -> bool:
         return self.first_step >= self.total_steps
+
+
+def find_unfinished_work(config: TrainConfig, position: Position, meta: CheckpointMeta | None) -> set[str]:
+    """Return the names (see `Position.due_after`) of the work after the checkpoint's global step that is still to be
+    done: because a request to stop interrupted an evaluation, or because this is the run's last step now, and was not
+    when the checkpoint was saved. The run's budget may have been lowered since then."""
+    if meta is None:
+        return set()
+    step = meta.global_step
+    if meta.interrupted_evaluation:
+        return position.due_after(step, config, meta.interrupted_evaluation)
+    if not position.is_finished or meta.last_step in (None, step):
+        return set()
+    was_due = replace(position, total_steps=position.total_steps + 1).due_after(step, config)
+    missing = position.due_after(step, config) - was_due
+    return missing | {"checkpoint"} if missing else missing
 
 
 # Keys of train.json that must not change when a run resumes, and their values in files that lack them.

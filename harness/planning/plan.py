@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from harness.common.errors import UserError
@@ -21,7 +21,7 @@ from harness.model.config import WEIGHT_BYTES, ModelConfig
 from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
 from harness.planning.estimated_speed import find_device
-from harness.planning.experiment import Experiment, Position, check_continuable, check_fixed_keys
+from harness.planning.experiment import Experiment, Position, check_continuable, check_fixed_keys, find_unfinished_work
 from harness.planning.machines import hourly_price, machine_of_run
 from harness.planning.memory import step_bytes
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
@@ -62,7 +62,7 @@ class Plan:
     scaled: ScaledSettings = UNSCALED
     dataset_remark: str | None = None
     order: WindowOrder | None = None  # None if a dataset is not here
-    interrupted_evaluation: str | None = None  # of the checkpoint's step, to be done again
+    unfinished_work: set[str] = field(default_factory=set)  # see `find_unfinished_work`
     seconds_before: float = 0.0  # taken by the run's earlier processes, as the checkpoint records
     dollars_before: float = 0.0
 
@@ -232,9 +232,9 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         # Seconds without a recorded price cost today's price, as in training's Clock.
         costs = meta.costs or cost_by_phase(meta.seconds, config.price_per_hour) or {}
         plan = replace(plan, seconds_before=sum(meta.seconds.values()), dollars_before=sum(costs.values()))
-        plan = replace(plan, interrupted_evaluation=meta.interrupted_evaluation)
     if position is None:
         return plan
+    plan = replace(plan, unfinished_work=find_unfinished_work(config, position, meta))
     tokens = position.tokens_seen + plan.tokens()
     scaled = scale_settings(config, batch_tokens=layout.global_tokens, train_tokens=tokens, layers=model.n_layers)
     return replace(plan, scaled=scaled)
@@ -397,7 +397,7 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     price, _ = plan.price(speed)  # of the machine that the plan is for; max_dollars counts at price_per_hour
     at_price = config.model_copy(update={"price_per_hour": price or config.price_per_hour})
     true_ceilings = at_price.ceilings(plan.seconds_before, plan.dollars_before)
-    is_over = not plan.steps and plan.interrupted_evaluation is None
+    is_over = not plan.steps and not plan.unfinished_work
     ceilings = {} if is_over else config.ceilings(plan.seconds_before, plan.dollars_before)
     for key, left in ceilings.items():
         reached = f"{key} is reached; raise it to continue training"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +46,6 @@ class PreparedRun(Plan):
     step_config: TrainConfig  # train.json with its precision resolved and its scaling rules applied
     uploads: Uploads  # sends to the run's mirror what rank 0 writes; does nothing on other ranks
     changed: list[str]  # changes that affect the result, made when this or an earlier process resumed the run
-    unfinished_work: set[str]  # see `find_unfinished_work`
 
     @property
     def is_finished(self) -> bool:
@@ -113,8 +112,7 @@ def prepare(
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run))
     assert plan.position is not None, "the dataset is here"
-    unfinished_work = find_unfinished_work(experiment.config, plan.position, meta)
-    if not plan.position.is_finished or unfinished_work:
+    if not plan.position.is_finished or plan.unfinished_work:
         world.on_rank0(lambda: check_ceilings(experiment, clock, meta))
         world.on_rank0(run.check_outputs)
     if not plan.position.is_finished:
@@ -125,7 +123,7 @@ def prepare(
     here = {"world_size": world.size, "device": world.device_name, "precision": precision}
     here["accumulation_steps"] = layout.accumulation_steps
     changed = [*meta.changed] if meta else []
-    if meta and (unfinished_work or not plan.position.is_finished):
+    if meta and (plan.unfinished_work or not plan.position.is_finished):
         changed += changes_of_result(meta, provenance.train, here)
     mirror, lease = (mirrors[0] if mirrors else None) or (None, None)
     keep, start_step = experiment.config.keep_checkpoints, plan.position.first_step - 1
@@ -142,24 +140,7 @@ def prepare(
         step_config=plan.scaled.apply(experiment.config).model_copy(update={"precision": precision}),
         uploads=uploads,
         changed=changed,
-        unfinished_work=unfinished_work,
     )
-
-
-def find_unfinished_work(config: TrainConfig, position: Position, meta: CheckpointMeta | None) -> set[str]:
-    """Return the names (see `Position.due_after`) of the work after the checkpoint's global step that is still to be
-    done: because a request to stop interrupted an evaluation, or because this is the run's last step now, and was not
-    when the checkpoint was saved. The run's budget may have been lowered since then."""
-    if meta is None:
-        return set()
-    step = meta.global_step
-    if meta.interrupted_evaluation:
-        return position.due_after(step, config, meta.interrupted_evaluation)
-    if not position.is_finished or meta.last_step in (None, step):
-        return set()
-    was_due = replace(position, total_steps=position.total_steps + 1).due_after(step, config)
-    missing = position.due_after(step, config) - was_due
-    return missing | {"checkpoint"} if missing else missing
 
 
 def check_ceilings(experiment: Experiment, clock: Clock, meta: CheckpointMeta | None) -> None:

@@ -78,6 +78,17 @@ def test_a_ceiling_that_earlier_processes_have_reached_is_refused_and_planned(
     assert "would stop there" not in again.attempt("--plan", "--assume-tps", "100000").stdout
 
 
+def test_the_plan_names_a_ceiling_that_bars_the_work_of_a_step_that_has_become_the_last(tmp_path: Path) -> None:
+    again = InProcess(tmp_path)
+    again.add_dataset(tokens=20_000)
+    run = again.add_run(**SETTINGS)
+    again.train(prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=7)", ranks=1, expect=143)
+    tokens = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())["tokens_seen"]
+    again.add_run(**SETTINGS | {"min_train_tokens": tokens, "max_hours": 1e-9})
+    again.attempt().refuses('key "max_hours": the run has reached')
+    assert "max_hours is reached" in again.attempt("--plan").stdout
+
+
 def test_the_plan_counts_seconds_without_a_price_as_training_does(tmp_path: Path) -> None:
     """They count at today's price."""
     again = InProcess(tmp_path)
