@@ -143,6 +143,7 @@ class Uploads:
                 self._send_small(name, self.run.path / name)
             self._is_first = False
         self._whole = {path.name for path in self._wanted() if self._is_whole(path, there)}
+        self._delete_incomplete(there)
         while todo := [path for path in self._wanted() if path.name not in self._whole | self.damaged]:
             self._send_checkpoint(todo[0], there)  # then look again: a newer one may have been saved
         for name, path in self._small_files():
@@ -278,7 +279,7 @@ class Uploads:
         the run here has left by going back, so that no machine continues from them: the run was set back to an earlier
         step, or they are damaged. Their other files stay. If there are such checkpoints, delete summary and chart. Also
         move their measurements to RESULTS_ASIDE. Summary, chart and measurements that the run's folder still has are
-        left alone. Removes these files from `there`, the sizes of the mirror's files."""
+        left alone. Does the same to `there`, the sizes of the mirror's files."""
         stale, aside = set[str](), own_aside(self.run)
         # Another machine may have continued from one that was left here, up to a checkpoint that was fetched since.
         here = list_checkpoints(self.run.checkpoints)
@@ -292,7 +293,7 @@ class Uploads:
                 if content := self.mirror.read(f"checkpoints/{name}/{META}"):
                     self.mirror.write(f"checkpoints/{name}/{ASIDE}", content)
                 self.mirror.delete(f"checkpoints/{name}/{META}")
-                del there[f"checkpoints/{name}/{META}"]
+                there[f"checkpoints/{name}/{ASIDE}"] = there.pop(f"checkpoints/{name}/{META}")
                 stale |= {file.name for file in (self.run.summary, self.run.chart) if not file.exists()}
         for path in there:
             folder, _, file = path.partition("/")
@@ -304,19 +305,22 @@ class Uploads:
             self.mirror.delete(file)
             del there[file]
 
+    def _delete_incomplete(self, there: dict[str, int]) -> None:
+        """Delete incomplete checkpoints that lost machines have left, or that were overtaken while the store was full:
+        before more is sent, to make room for it. Checkpoints that were set aside stay."""
+        wanted = {path.name for path in self._wanted()}
+        for name in names_in(there):
+            if name not in wanted and not {f"checkpoints/{name}/{file}" for file in (META, ASIDE)} & there.keys():
+                self.mirror.delete(f"checkpoints/{name}")
+
     def _prune(self, there: dict[str, int]) -> None:
-        """Delete checkpoints by the rule of `keep_checkpoints`, and incomplete checkpoints, which lost machines have
-        left. The meta.json of each is deleted first. Does nothing unless the newest and the best checkpoint are whole.
-        Checkpoints that were set aside stay."""
-        names, wanted = names_in(there), {path.name for path in self._wanted()}
-        if not wanted <= self._whole | self.damaged:
+        """Delete checkpoints by the rule of `keep_checkpoints`, the meta.json of each first. Does nothing unless the
+        newest and the best checkpoint are whole. Checkpoints that were set aside stay."""
+        wanted = {path.name for path in self._wanted()}
+        if self.keep is None or not wanted <= self._whole | self.damaged:
             return
-        whole = [name for name in names if f"checkpoints/{name}/{META}" in there]
-        others = [name for name in whole if name not in wanted]
-        doomed = [] if self.keep is None else others[self.keep :]
-        aside = {name for name in names if f"checkpoints/{name}/{ASIDE}" in there}
-        doomed += [name for name in names if name not in whole and name not in aside]
-        for name in doomed:
+        whole = [name for name in names_in(there) if f"checkpoints/{name}/{META}" in there]
+        for name in [name for name in whole if name not in wanted][self.keep :]:
             self.mirror.delete(f"checkpoints/{name}/{META}", f"checkpoints/{name}")
             self._whole.discard(name)
 

@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from harness.mirror import upload
-from tests.mirror.test_two_machines import SETTINGS, add_machine
+from tests.mirror.test_two_machines import SETTINGS, STOP, add_machine
 from tests.support import faulty_store
 from tests.support.jobs import start, wait_for
 from tests.support.launch import Workshop, wait_until
@@ -62,6 +62,23 @@ def test_told_when_it_begins_and_when_it_is_over(tmp_path: Path, memory: None, e
     second = add_machine(tmp_path, "second", mirror="memory://store")
     assert "is finished" in second.train_here().stdout
     assert_same_end(machine.runs / "r", second.runs / "r")
+
+
+def test_a_full_store_is_cleared_of_what_was_overtaken_before_more_is_sent(tmp_path: Path, memory: None) -> None:
+    machine = add_machine(tmp_path, "first", mirror="memory://store", **STOP)
+    machine.train_here("r", "--mirror", "none")
+    overtaken = "/store/r/checkpoints/20260101Z000000-iteration-1/model.safetensors"
+    MemoryFileSystem().pipe_file(overtaken, b"half")
+
+    def is_full(number: int, name: str) -> None:
+        if overtaken in MemoryFileSystem.store and name.startswith("put_file") and number < 100:
+            raise OSError(errno.ENOSPC, "no space left")
+
+    undo = faulty_store.watch("memory", is_full)
+    try:
+        assert machine.train_here().stderr == ""
+    finally:
+        undo()
 
 
 @pytest.mark.fault("a store that keeps half of a file", "found, and sent again")
