@@ -31,6 +31,8 @@ OWN_CUDA_BYTES = 2**31
 NO_CUDNN_PLAN = "No valid execution plans"
 # If this much of a GPU's memory is free, memory is not the reason for that message.
 PLAN_BYTES = CUDA_RESERVE_BYTES // 2
+# remedy if memory of the host, not of a GPU, ran out
+MORE_MEMORY = "give the process more memory or, on a CPU, lower microbatch_size (-f finds the largest that fits)"
 CGROUPS = Path("/sys/fs/cgroup")  # this process's container; only cgroup v2 has the files that are read here
 OWN_CGROUP = Path("/proc/self/cgroup")
 # Messages of libraries and the system for a failed allocation. torch's own allocator has an exception class for it.

@@ -130,15 +130,14 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 def _failure(error: BaseException, folder: Path, step: int) -> str:
     """Return the message, with a remedy, about the checkpoint of step `step`, which could not be written into `folder`.
     The message quotes the first line of `error` or, if an OSError caused it, of that OSError."""
-    from harness.common.memory import is_out_of_memory, says_out_of_memory
+    from harness.common.memory import MORE_MEMORY, is_out_of_memory, says_out_of_memory
 
     link: BaseException | None = error
     while link is not None and not isinstance(link, OSError):
         link = link.__context__
     reason = next(iter(str(link or error).splitlines()), type(error).__name__)
     if is_out_of_memory(error) or says_out_of_memory(reason):
-        failed = "out of memory while writing"
-        remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory,"
+        failed, remedy = "out of memory while writing", f"{MORE_MEMORY},"
     else:
         # safetensors reports a full disk by an exception of its own instead of an OSError. The message therefore always
         # names the free space.

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.common.errors import EXIT, RunError
+from harness.common.memory import MORE_MEMORY
 from harness.common.messages import GIB, tell
 from harness.distributed.world import World, replace_tensors
 from harness.model.weights import checkpoint_views
@@ -117,7 +119,8 @@ class HostCopies:
 
     def _room(self, size: int) -> Tensor:
         """Return a buffer of at least `size` bytes: the kept one if it is large enough, or a new one. A new buffer that
-        will be kept for copies from a GPU is pinned. If it cannot be pinned, prints a note."""
+        will be kept for copies from a GPU is pinned. If it cannot be pinned, prints a note. Raises RunError if there is
+        not enough memory."""
         if self._buffer is not None and self._buffer.nbytes >= size:
             return self._buffer
         self._buffer = buffer = None  # frees the old buffer before a new one is allocated
@@ -131,7 +134,13 @@ class HostCopies:
                     "longer for each checkpoint; raise the limit on locked memory (ulimit -l) or the job's memory"
                 )
         if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8)
+            try:
+                buffer = torch.empty(size, dtype=torch.uint8)
+            except RuntimeError:
+                raise RunError(
+                    f"out of memory: the copy of a checkpoint needs {size / GIB:.2f} GiB of the host's; {MORE_MEMORY}, "
+                    f"and {EXIT.again} to continue"
+                ) from None
         if self._keep:
             self._buffer = buffer
         return buffer

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.common.errors import RunError
+from harness.common.memory import is_out_of_memory
 from harness.training.saving import HostCopies
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -133,3 +135,13 @@ def test_memory_that_cannot_be_pinned_is_reported_and_used_unpinned(
     assert card.count("pageable") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: 0.00 GiB of the host's memory cannot be pinned (CUDA error: out of memory)")
+
+
+def test_memory_that_is_not_there_is_not_blamed_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int, **__: Any) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(RunError, match="of the host's; give the process more memory") as failed:
+        HostCopies(CPU, keep=False).copy(tree())
+    assert is_out_of_memory(failed.value), "-f takes it for a microbatch that does not fit"
