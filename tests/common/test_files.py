@@ -19,8 +19,9 @@ from tests.support.launch import wait_until
 WRITER = """
 import sys, time
 from pathlib import Path
-from harness.common.files import atomic_folder
-with atomic_folder(Path(sys.argv[1])) as draft:
+from harness.common.files import atomic_file, atomic_folder
+with atomic_file(Path(sys.argv[1] + ".json")) as file, atomic_folder(Path(sys.argv[1])) as draft:
+    file.touch()
     (draft / "part").write_text("half")
     time.sleep(600)
 """
@@ -87,7 +88,7 @@ def test_a_body_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcept
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    """The draft folder of a living writer is kept; that of a killed writer is removed."""
+    """The drafts of a living writer are kept; those of a killed writer are removed."""
     final = tmp_path / "a[1]"  # glob would read this name as a pattern
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(final)], cwd=ROOT, text=True)
     partial = tmp_path / f"{draft_prefix(final)}{process.pid}"
@@ -99,16 +100,18 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
             shutil.rmtree(final)
         with atomic_folder(final) as draft:
             (draft / "file").touch()
-        assert names(tmp_path) == [partial.name, "a[1]"][1 - lives :]
+        replace_text(tmp_path / "a[1].json", "{}")
+        left = [partial.name, f"{draft_prefix(tmp_path / 'a[1].json')}{process.pid}"] if lives else []
+        assert names(tmp_path) == sorted([*left, "a[1]", "a[1].json"])
 
 
 def test_a_link_in_the_place_of_a_draft_leads_nothing_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "file").write_text("theirs")
     (tmp_path / f"{draft_prefix(Path('x'))}{os.getpid()}").symlink_to("theirs")
-    (tmp_path / f".y.{os.getpid()}").symlink_to("theirs/file")
-    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "x"):
-        pass
+    (tmp_path / f"{draft_prefix(Path('y'))}{os.getpid()}").symlink_to("theirs/file")
+    with atomic_folder(tmp_path / "x") as draft:
+        (draft / "file").write_text("ours")
     replace_text(tmp_path / "y", "ours")
     assert (tmp_path / "theirs" / "file").read_text() == "theirs"
     assert (tmp_path / "y").read_text() == "ours"
