@@ -92,7 +92,7 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
     one that the run would continue from without the mirror. Return None otherwise. Nothing is fetched. Raises RunError
     if the mirror cannot be read, and UserError as `choose_start` and `refuse_if_set_aside` do."""
     try:
-        files = without_own_aside(run, mirror.files())
+        files = without_left(run, mirror.files())
         found = newest_in_mirror(mirror, files)
     except Exception as error:
         raise RunError(
@@ -117,7 +117,7 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are damaged and there is none here.
     """
     there, brought, is_damaged = retried(mirror, mirror.files), None, False
-    files = without_own_aside(run, there)
+    files = without_left(run, there)
     refuse_if_set_aside(run, mirror, files)
     damaged = _damaged_start(run, files)
     for name in names_in(files):
@@ -143,22 +143,27 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     return brought
 
 
-def own_aside(run: RunDirectory) -> set[str]:
-    """Return the names of the checkpoints that were moved to a folder below `aside/` here when the run went back to an
-    earlier step, and were not fetched again."""
+def left_by_going_back(run: RunDirectory) -> Callable[[str], bool]:
+    """Return a function of a checkpoint's name. It returns True if the run has left that checkpoint here by going back
+    to an earlier step: the checkpoint was moved to a folder below `aside/` and not fetched again, or it is older than
+    one that was, and is not here. (Names begin with the date. A machine need not have all checkpoints that are in the
+    mirror.)"""
     here = {path.name for _, path in list_checkpoints(run.checkpoints)}
-    return {path.name for path in run.aside.glob("*/checkpoints/*")} - here
+    moved = {path.name for path in run.aside.glob("*/checkpoints/*")} - here
+    last = max(filter(CHECKPOINT_NAME.fullmatch, moved), default="")
+    return lambda name: name not in here and name <= last
 
 
-def without_own_aside(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
-    """Return the mirror's `files` without the meta.json and the measurements of each checkpoint in `own_aside`. The
-    next upload sets these checkpoints aside in the mirror, too, but this process may start before it."""
-    aside = own_aside(run)
+def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
+    """Return the mirror's `files` without meta.json and measurements of the checkpoints that the run has left (see
+    `left_by_going_back`). The next upload sets these checkpoints aside in the mirror, too, but this process may start
+    before it."""
+    is_left = left_by_going_back(run)
 
     def is_gone(file: str) -> bool:
         checkpoint = CHECKPOINT_NAME.search(file)
         is_chosen_by = file.endswith(f"/{META}") or file.startswith(f"{run.results.name}/")
-        return checkpoint is not None and checkpoint[0] in aside and is_chosen_by
+        return is_chosen_by and checkpoint is not None and is_left(checkpoint[0])
 
     return {file: size for file, size in files.items() if not is_gone(file)}
 
@@ -226,9 +231,11 @@ def _bring_checkpoint(
             drafted = best_meta and fetch_checkpoint(run, mirror, files, best, best_meta)
             if drafted:
                 put_in_place(drafted, best)
-        fetch_results(run, mirror, files)
-        fetch_metrics(run, mirror, meta)
-        if name != damaged or not run.summary.exists():  # else the summary here is of the same training
+        fetch_results(run, mirror, without_left(run, files))
+        # If a damaged checkpoint is replaced, metrics and summary here are of the same training.
+        if name != damaged or not run.metrics.exists() or run.metrics.stat().st_size < meta.metrics_bytes:
+            fetch_metrics(run, mirror, meta)
+        if name != damaged or not run.summary.exists():
             fetch_summary_and_chart(run, mirror, files, meta)
         put_in_place(draft, name)
     if best is not None and (run.checkpoints / best).is_dir():

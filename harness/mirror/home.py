@@ -24,7 +24,7 @@ from harness.mirror.fetch import (
     retried,
     step_of,
     tokens_of_summary,
-    without_own_aside,
+    without_left,
 )
 from harness.mirror.owner import LEASE_SECONDS, OWNER, REFRESH_SECONDS, Lease, LeaseLost, owner_of
 from harness.mirror.start import check_same_experiment, refuse_own_folder
@@ -79,7 +79,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     mirror = open_mirror(url, name, writes=False)
     run = RunDirectory(runs_dir / name)
     all_there = _files_of(mirror)
-    files = without_own_aside(run, all_there)
+    files = without_left(run, all_there)
     refuse_own_folder(url, run)
     if (run.path / "model.json").exists() and run.train_json.exists():
         experiment = Experiment.load(run, Path("datasets"))
@@ -102,7 +102,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     is_kept = is_further or is_trained_here or went_back
     if not is_kept and run.summary.name not in files and _summary_was_set_aside(files, run.summary):
         run.set_summary_and_chart_aside(run.new_aside())
-    summarized = [] if brought or not _may_replace_summary(run, mirror) else [run.summary, run.chart]
+    may_replace = not brought and _may_replace_summary(run, mirror, with_weights=with_weights)
+    summarized = [run.summary, run.chart] if may_replace else []
     replaced = [] if is_kept else [*summarized, run.metrics]
     for path in [*(each for each in (run.model_json, run.train_json) if not each.exists()), *replaced]:
         content = retried(mirror, partial(mirror.read, path.name)) if path.name in files else None
@@ -124,12 +125,16 @@ def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
     return False
 
 
-def _may_replace_summary(run: RunDirectory, mirror: Mirror) -> bool:
-    """Return True if the mirror's summary and chart may replace the run's: not if that summary is damaged or, with a
-    checkpoint here, describes fewer tokens than the one here."""
+def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: bool) -> bool:
+    """Return True if the mirror's summary and chart may replace the run's: not if that summary is damaged. With a
+    checkpoint here, also return False if it describes fewer tokens than the summary here or, with weights, more than
+    the newest checkpoint here. Raises UserError if that checkpoint's meta.json cannot be read."""
     there = tokens_of_summary(retried(mirror, lambda: mirror.read(run.summary.name)))
+    if there == math.inf or not (checkpoints := list_checkpoints(run.checkpoints)):
+        return there < math.inf
     here = tokens_of_summary(run.summary.read_bytes() if run.summary.exists() else None)
-    return there < math.inf and not (there < here < math.inf and list_checkpoints(run.checkpoints))
+    most = read_meta(checkpoints[-1][1]).tokens_seen if with_weights else math.inf
+    return (here == math.inf or here <= there) and there <= most
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
@@ -212,7 +217,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     lease.take(wait=False, take_over=take_over)
     try:
         here = list_checkpoints(run.checkpoints)
-        files = without_own_aside(run, retried(mirror, mirror.files))
+        files = without_left(run, retried(mirror, mirror.files))
         refuse_if_set_aside(run, mirror, files)
         found = retried(mirror, lambda: newest_in_mirror(mirror, files))
         if found and recency(found[0]) > recency(here[-1][1].name if here else ""):
@@ -225,7 +230,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
         uploads.push()
         if uploads.damaged:
             said = f"{run.path}: {abbreviated(sorted(uploads.damaged))}: cannot be verified here, and was not sent"
-            remedy = "`uv run mirror.py fetch` brings the mirror's copy of a damaged latest checkpoint, if there is one"
+            remedy = "`uv run mirror.py fetch` replaces a damaged `latest` by the mirror's copy; move others away"
             raise UserError(f"{said}; {remedy}")
     except LeaseLost as owner:
         raise UserError(f"mirror {mirror.name}: {owner} has taken the run meanwhile: stop it there first") from None

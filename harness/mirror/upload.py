@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from harness.common.errors import UserError, signals_to
 from harness.common.messages import GIB
-from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, names_in, own_aside, read_remote_meta, step_of
+from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, left_by_going_back, names_in, read_remote_meta, step_of
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
@@ -280,13 +280,13 @@ class Uploads:
         step, or they are damaged. Their other files stay. If there are such checkpoints, delete summary and chart. Also
         move their measurements to RESULTS_ASIDE. Summary, chart and measurements that the run's folder still has are
         left alone. Does the same to `there`, the sizes of the mirror's files."""
-        stale, aside = set[str](), own_aside(self.run)
+        stale, is_left_here = set[str](), left_by_going_back(self.run)
         # Another machine may have continued from one that was left here, up to a checkpoint that was fetched since.
         here = list_checkpoints(self.run.checkpoints)
         shared = max((step for step, path in here if f"checkpoints/{path.name}/{META}" in there), default=-1)
 
         def is_left(name: str) -> bool:
-            return step_of(name) > (shared if name in aside else self.start_step)
+            return step_of(name) > (shared if is_left_here(name) else self.start_step)
 
         for name in names_in(there):
             if is_left(name) and f"checkpoints/{name}/{META}" in there:

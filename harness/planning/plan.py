@@ -342,7 +342,7 @@ def describe_plan(
     elif plan.position is None:
         rows.append(("starts from", "its checkpoint"))
     if mirrored:
-        newer = f"would continue from {mirrored.checkpoint} there" if mirrored.meta else "nothing would be fetched"
+        newer = f"would continue from {mirrored.checkpoint} there" if mirrored.meta else "nothing newer is there"
         rows.append(("mirror", f"{mirrored.name}: {newer}"))
         if plan.position and plan.steps:
             rows.append(("a lost machine", describe_lost_machine(plan, speed, mirrored)))

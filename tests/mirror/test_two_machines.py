@@ -211,10 +211,17 @@ def test_restart_leaves_nothing_to_go_back_to(first: InProcess) -> None:
     assert_same_end(first.runs / "r", second.runs / "r")
 
 
+@pytest.mark.parametrize("has_all", [True, False])
 @pytest.mark.parametrize("option", ["--restart", "a checkpoint"])
-def test_going_back_holds_although_the_mirror_does_not_know_of_it_yet(first: InProcess, option: str) -> None:
-    back = names(first.runs / "r")[0] if option == "a checkpoint" else option
-    stop_early(first, back, "--mirror", "none")
+def test_going_back_holds_although_the_mirror_does_not_know_of_it_yet(
+    first: InProcess, option: str, has_all: bool
+) -> None:
+    """The machine may lack checkpoints that are in the mirror."""
+    here = names(first.runs / "r")
+    back, until = (here[0], 1) if option == "a checkpoint" else (option, 0)
+    for name in [] if has_all else here[1:-1]:
+        shutil.rmtree(first.runs / "r" / "checkpoints" / name)
+    stop_early(first, back, "--mirror", "none", step=until)
     assert "would continue" not in first.train_here("r", "--plan").stdout
     assert "was fetched" not in first.train_here().stdout
     steps = [line["global_step"] for line in metrics(first.runs / "r") if line["event"] == "train"]
@@ -231,17 +238,32 @@ def test_push_and_fetch_after_going_back_without_the_mirror(first: InProcess) ->
     assert names(remote(first))[-1] == names(run)[-1] or list(remote(first).glob("checkpoints/*/meta-aside.json"))
 
 
-def test_fetch_brings_nothing_of_what_was_left_by_going_back(first: InProcess) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_fetch_brings_nothing_of_what_was_left_by_going_back(first: InProcess, is_damaged: bool) -> None:
+    """Also if the checkpoint that the run went back to is damaged, so that its copy is fetched."""
     store, run = url(first), first.runs / "r"
     first.script("test_loss.py", str(first.datasets), "r")
     first.script("mirror.py", "push", "r", store)
     killed = "from tests.support.faults import *\nbefore(STEP, tell(9), rank=0, step=1)\n"
     first.train("r", names(run)[0], "--mirror", "none", prelude=killed, ranks=1, expect=-9)
     before = metrics(run)
+    if is_damaged:
+        damage(run / "checkpoints" / "latest")
     first.script("mirror.py", "fetch", store, "r")
     assert metrics(run) == before
     assert not (run / "summary.json").exists()
     assert not [*run.glob("results/*")]
+
+
+def test_a_summary_of_later_steps_than_the_fetched_checkpoint_is_not_fetched(first: InProcess) -> None:
+    """Also not by the second fetch, which finds the checkpoint here."""
+    add_machine(first.path.parent, "second").train_here()
+    (remote(first) / "checkpoints" / names(remote(first))[-1] / "optimizer.pt").unlink()
+    third = InProcess(first.path.parent / "third")
+    third.path.mkdir()
+    for _ in range(2):
+        third.script("mirror.py", "fetch", url(first), "r")
+        assert not (third.runs / "r" / "summary.json").exists()
 
 
 def test_the_best_checkpoint_is_fetched_although_it_is_in_aside(first: InProcess) -> None:
@@ -509,7 +531,7 @@ def test_the_plan_says_where_it_would_continue_and_what_a_loss_costs(first: InPr
     assert "a lost machine costs" not in first.attempt("--plan").stdout, "nothing is left to train"
     first.add_run(**SETTINGS, mirror=url(first))
     again = " ".join(first.attempt("--plan", "--assume-tps", "128").stdout.split())
-    assert "nothing would be fetched" in again
+    assert "nothing newer is there" in again
     assert "MB/s as last measured" in again
 
 

@@ -83,7 +83,7 @@ def test_the_plan_names_a_ceiling_that_bars_the_work_of_a_step_that_has_become_t
     again.add_dataset(tokens=20_000)
     run = again.add_run(**SETTINGS)
     again.train(prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=7)", ranks=1, expect=143)
-    tokens = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())["tokens_seen"]
+    tokens = meta_of(run)["tokens_seen"]
     again.add_run(**SETTINGS | {"min_train_tokens": tokens, "max_hours": 1e-9})
     again.attempt().refuses('key "max_hours": the run has reached')
     assert "max_hours is reached" in again.attempt("--plan").stdout
