@@ -209,7 +209,7 @@ def compare(
     default=5,
     show_default=True,
     type=click.IntRange(1, STEPS - WARM_UP - 1),
-    help="Minimum steps of each program.",
+    help="Minimum measured steps of each program.",
 )
 @click.option("--at-least", default=1.0, show_default=True, help="Exit 1 if their processor time / ours is below this.")
 @click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows into FILE.")

@@ -110,8 +110,9 @@ EXIT = Exit()
 
 
 def tell_how_to_continue(undoing: str | None) -> None:
-    """Set `EXIT.again`, the remedy in this process's messages: to run the same command again, but without `undoing`.
-    These are the options of the command that undo earlier work, such as "--restart"; None if there are none."""
+    """Set `EXIT.again`, the remedy in this process's messages: run the same command again, without the options
+    `undoing` if they have taken effect. `undoing` names the options in the command that undo earlier work, such as
+    "--restart", or is None if it has none."""
     EXIT.again = f"{AGAIN} (without {undoing} if that has taken effect)" if undoing else AGAIN
 
 

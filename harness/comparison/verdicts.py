@@ -256,15 +256,15 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
     """Return sentences on training noise (the spread of the loss over seeds), and on the number of seeds that it takes
     to detect a difference of 0.01 nats. `arms` are all compared arms, including the baseline; the runs of an arm differ
     only in their seeds. `chance` names what these seeds change (see `Arms`). If no arm has two runs, or if seeds do not
-    change the loss, returns one sentence that says so.
+    change the loss, returns one sentence that says that the noise is unknown.
 
     Up to two more sentences are about inconclusive verdicts that have an interval. One gives the number of seeds to
     detect a difference of the size that was measured, for each arm where training noise alone can explain this
     difference. The other names the arms where text noise (from the choice of the text) can explain the difference,
     because more seeds would not reduce text noise.
 
-    Holm's correction is applied neither to these numbers of seeds nor to the choice of the arms: each number is for a
-    test of one arm alone against the baseline. The numbers leave out text noise.
+    Holm's correction is applied neither to these numbers of seeds nor to the choice of the named arms: each number is
+    for a test of one arm alone against the baseline. The numbers leave out text noise.
     """
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:

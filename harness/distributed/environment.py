@@ -89,7 +89,7 @@ def ranks_to_start(processes: int | None) -> int:
     if processes is None or PARENT in os.environ:
         return 0
     if "RANK" in os.environ:
-        raise UserError(f"--processes starts all ranks: leave it out under torchrun, or `unset {' '.join(COUNTS)}`")
+        raise UserError(f"--processes starts all ranks: leave it out under torchrun, else `unset {' '.join(COUNTS)}`")
     return processes if processes > 1 else 0
 
 

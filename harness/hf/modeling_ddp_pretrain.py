@@ -65,8 +65,8 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     def _reorder_cache(self, past_key_values: KeyValueCache, beam_idx: Tensor) -> KeyValueCache:
-        """Keep the cache rows of the beams that survive. `generate` calls a method of this name if a model has its own
-        cache class."""
+        """Keep the cache rows of the beams that survive. Beam search in `generate` calls this method if a model has it,
+        and otherwise the cache's own `reorder_cache`, which KeyValueCache lacks."""
         past_key_values.keep(beam_idx.tolist())
         return past_key_values
 

@@ -61,7 +61,7 @@ def test_which_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.ranks_to_start(None) == 0
     for processes in (1, 8):
         with pytest.raises(
-            UserError, match="--processes starts all ranks: leave it out under torchrun, or `unset RANK"
+            UserError, match="--processes starts all ranks: leave it out under torchrun, else `unset RANK"
         ):
             environment.ranks_to_start(processes)
     monkeypatch.setenv(PARENT, "123")
