@@ -56,11 +56,11 @@ class Clock:
 
     def spent(self) -> dict[str, Any]:
         """Return {"seconds": ..., "dollars": ...} for a checkpoint's meta.json, each by phase and up to now. Without a
-        price, "dollars" is left out: what the run has cost in all is then not known."""
+        price now or before, "dollars" is left out."""
         seconds, price, changes = self.now(), self.price_per_hour, self._price_changes
-        if price is None:
+        if price is None and not changes:
             return {"seconds": seconds}
-        dollars = {phase: cost(took, price) + changes.get(phase, 0.0) for phase, took in seconds.items()}
+        dollars = {phase: cost(took, price or 0.0) + changes.get(phase, 0.0) for phase, took in seconds.items()}
         return {"seconds": seconds, "dollars": dollars}
 
     def ceilings(self, config: TrainConfig) -> dict[str, float]:
