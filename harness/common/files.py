@@ -77,13 +77,13 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
     `final`.
 
     If the body fails, the draft is removed and `final` is unchanged. By default, the draft is beside `final` and has
-    this process's pid in its name (see `free_draft_path`), so that no two processes share a draft. `draft` sets another
-    path on the same file system. A file that is replaced keeps its permissions; a symbolic link is replaced itself, not
-    its target. Raises OSError if `final` is a device, a pipe or a socket.
+    this process's pid in its name, so that no two processes share a draft. `draft` sets another path on the same file
+    system. A file that is replaced keeps its permissions; a symbolic link is replaced itself, not its target. Raises
+    OSError if `final` is a device, a pipe or a socket.
     """
     if final.exists() and not final.is_file() and not final.is_dir():  # a rename would replace a device like /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(final))
-    draft = draft or free_draft_path(final)
+    draft = draft or final.with_name(f".{final.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)  # a symbolic link of this name would redirect the write to another file
     try:
         yield draft
@@ -111,19 +111,18 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def free_draft_path(final: Path) -> Path:
-    """Return the path for this process's draft of the file or folder `final`, in the same parent folder. Removes drafts
-    of `final` that were left by killed processes of this host."""
+    """Return the path for this process's draft of the folder `final`, in the same parent folder. Removes drafts of
+    `final` that were left by killed processes of this host."""
     own, prefix = ProcessName.own(), draft_prefix(final)
     for path in final.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)  # an earlier process may have had this process's pid
         if pid.isdecimal() and (int(pid) == own.pid or replace(own, pid=int(pid)).is_gone()):
-            with suppress(OSError):
-                _remove(path)
+            shutil.rmtree(path, ignore_errors=True)
     return final.with_name(f"{prefix}{own.pid}")
 
 
 def draft_prefix(final: Path) -> str:
-    """Return the prefix of the names of this host's drafts of `final`. In each name it is followed by the
+    """Return the prefix of the names of this host's drafts of the folder `final`. In each name it is followed by the
     pid of the process that writes the draft. Other hosts, which may share the file system, have other prefixes."""
     return f".{final.name}.partial-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
