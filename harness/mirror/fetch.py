@@ -143,22 +143,24 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     return brought
 
 
-def left_by_going_back(run: RunDirectory) -> Callable[[str], bool]:
+def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
     """Return a function of a checkpoint's name. It returns True if the run has left that checkpoint here by going back
-    to an earlier step: the checkpoint was moved to a folder below `aside/` and not fetched again, or it is older than
-    one that was, and is not here. (Names begin with the date. A machine need not have all checkpoints that are in the
-    mirror.)"""
-    here = {path.name for _, path in list_checkpoints(run.checkpoints)}
-    moved = {path.name for path in run.aside.glob("*/checkpoints/*")} - here
-    last = max(filter(CHECKPOINT_NAME.fullmatch, moved), default="")
-    return lambda name: name not in here and name <= last
+    to an earlier step. This is so if the checkpoint was moved to a folder below `aside/` and not fetched again, while
+    the mirror with these `files` still has it as a whole one. It is also so for earlier ones that are not here, down to
+    the step that the run went back to, because a machine need not have all checkpoints of the mirror. (Names begin with
+    the date.)"""
+    here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
+    moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
+    last = max(moved - {*here}, default="")
+    stayed = max((step for name, step in here.items() if name <= last), default=-1)
+    return lambda name: name not in here and name <= last and step_of(name) > stayed
 
 
 def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
     """Return the mirror's `files` without meta.json and measurements of the checkpoints that the run has left (see
     `left_by_going_back`). The next upload sets these checkpoints aside in the mirror, too, but this process may start
     before it."""
-    is_left = left_by_going_back(run)
+    is_left = left_by_going_back(run, files)
 
     def is_gone(file: str) -> bool:
         checkpoint = CHECKPOINT_NAME.search(file)
@@ -342,7 +344,7 @@ def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, 
 def tokens_of_summary(content: bytes | None) -> float:
     """Return the tokens of the training that a summary.json describes: 0 without one, infinity if it is damaged."""
     with suppress(ValueError, AttributeError, TypeError):
-        return float(json.loads(content or b"{}").get("tokens_seen", 0))
+        return float(json.loads(b"{}" if content is None else content).get("tokens_seen", 0))
     return math.inf
 
 

@@ -87,18 +87,19 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     refuse_if_set_aside(run, mirror, files)
     run.path.mkdir(parents=True, exist_ok=True)
     is_trained_here = is_held(run.lock_file)
-    there = max(
-        (recency(each) for each in names_in(files) if f"checkpoints/{each}/{META}" in files), default=recency("")
-    )
-    is_further = any(recency(path.name) > there for _, path in list_checkpoints(run.checkpoints))
+
+    def newest_in(files: dict[str, int]) -> str:
+        return next((each for each in names_in(files) if f"checkpoints/{each}/{META}" in files), "")
+
+    newest = newest_in(files)
+    is_further = any(recency(path.name) > recency(newest) for _, path in list_checkpoints(run.checkpoints))
     brought = None
     if with_weights:
         run.lock()
         brought = bring(run, mirror, lambda meta: None)
     fetch_results(run, mirror, files)
     # If the run here went back behind the mirror's newest checkpoint, summary, chart and metrics there are not its own.
-    newest = next((each for each in names_in(all_there) if f"checkpoints/{each}/{META}" in all_there), None)
-    went_back = newest is not None and f"checkpoints/{newest}/{META}" not in files
+    went_back = newest_in(all_there) != newest
     is_kept = is_further or is_trained_here or went_back
     if not is_kept and run.summary.name not in files and _summary_was_set_aside(files, run.summary):
         run.set_summary_and_chart_aside(run.new_aside())
@@ -134,7 +135,7 @@ def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: boo
         return there < math.inf
     here = tokens_of_summary(run.summary.read_bytes() if run.summary.exists() else None)
     most = read_meta(checkpoints[-1][1]).tokens_seen if with_weights else math.inf
-    return (here == math.inf or here <= there) and there <= most
+    return (0 if here == math.inf else here) <= there <= most
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:

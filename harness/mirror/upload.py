@@ -280,7 +280,7 @@ class Uploads:
         step, or they are damaged. Their other files stay. If there are such checkpoints, delete summary and chart. Also
         move their measurements to RESULTS_ASIDE. Summary, chart and measurements that the run's folder still has are
         left alone. Does the same to `there`, the sizes of the mirror's files."""
-        stale, is_left_here = set[str](), left_by_going_back(self.run)
+        stale, is_left_here = set[str](), left_by_going_back(self.run, there)
         # Another machine may have continued from one that was left here, up to a checkpoint that was fetched since.
         here = list_checkpoints(self.run.checkpoints)
         shared = max((step for step, path in here if f"checkpoints/{path.name}/{META}" in there), default=-1)
@@ -288,7 +288,7 @@ class Uploads:
         def is_left(name: str) -> bool:
             return step_of(name) > (shared if is_left_here(name) else self.start_step)
 
-        for name in names_in(there):
+        for name in reversed(names_in(there)):  # the newest last: until then, a killed process's successor finds it
             if is_left(name) and f"checkpoints/{name}/{META}" in there:
                 if content := self.mirror.read(f"checkpoints/{name}/{META}"):
                     self.mirror.write(f"checkpoints/{name}/{ASIDE}", content)
@@ -311,7 +311,8 @@ class Uploads:
         wanted = {path.name for path in self._wanted()}
         for name in names_in(there):
             if name not in wanted and not {f"checkpoints/{name}/{file}" for file in (META, ASIDE)} & there.keys():
-                self.mirror.delete(f"checkpoints/{name}")
+                with suppress(OSError):  # perhaps it cannot be deleted, and there is room enough
+                    self.mirror.delete(f"checkpoints/{name}")
 
     def _prune(self, there: dict[str, int]) -> None:
         """Delete checkpoints by the rule of `keep_checkpoints`, the meta.json of each first. Does nothing unless the

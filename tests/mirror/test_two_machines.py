@@ -238,6 +238,24 @@ def test_push_and_fetch_after_going_back_without_the_mirror(first: InProcess) ->
     assert names(remote(first))[-1] == names(run)[-1] or list(remote(first).glob("checkpoints/*/meta-aside.json"))
 
 
+def test_a_trial_that_was_left_hides_nothing_of_another_machine(first: InProcess) -> None:
+    time.sleep(1.1)  # a checkpoint's name has its time in seconds
+    second = add_machine(first.path.parent, "second")
+    stop_early(second, "--mirror", "none")
+    stop_early(second, "--restart", "--mirror", "none", step=1)
+    assert f"{names(first.runs / 'r')[-1]} was fetched from the mirror" in second.train_here().stdout
+
+
+def test_what_lies_before_the_checkpoint_that_a_run_went_back_to_stays_in_the_mirror(first: InProcess) -> None:
+    """That checkpoint may have been overtaken before it was sent."""
+    run = first.runs / "r"
+    before, back, _ = names(run)
+    shutil.rmtree(run / "checkpoints" / before)
+    shutil.rmtree(remote(first) / "checkpoints" / back)
+    stop_early(first, back, step=3)
+    assert (remote(first) / "checkpoints" / before / "meta.json").exists()
+
+
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_fetch_brings_nothing_of_what_was_left_by_going_back(first: InProcess, is_damaged: bool) -> None:
     """Also if the checkpoint that the run went back to is damaged, so that its copy is fetched."""
@@ -264,6 +282,12 @@ def test_a_summary_of_later_steps_than_the_fetched_checkpoint_is_not_fetched(fir
     for _ in range(2):
         third.script("mirror.py", "fetch", url(first), "r")
         assert not (third.runs / "r" / "summary.json").exists()
+
+
+def test_an_empty_summary_is_not_fetched(first: InProcess) -> None:
+    (remote(first) / "summary.json").write_bytes(b"")
+    first.script("mirror.py", "fetch", url(first), "r", "--without-weights", "--runs-dir", "elsewhere")
+    assert not (first.path / "elsewhere" / "r" / "summary.json").exists()
 
 
 def test_the_best_checkpoint_is_fetched_although_it_is_in_aside(first: InProcess) -> None:
