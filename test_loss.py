@@ -50,14 +50,13 @@ def main(
 ) -> None:
     """Print the mean loss of models on a dataset in DATASETS_DIR, or on each dataset of the mixture that a model was
     trained on. RUN names the best checkpoint of a run (for an imported run, its weights), and a pattern like 'lr-*'
-    names the best checkpoint of each run that matches and can be measured. RUN:CHECKPOINT names any checkpoint of a run
-    (a folder's name, `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
+    names the best checkpoint of each run that matches. RUN:CHECKPOINT names any checkpoint of a run (a folder's name,
+    `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
 
     A dataset that DATASETS_DIR lacks is downloaded. For several models, a table is printed, lowest loss first. Results
     of a run's checkpoints are also written to the folder results/ of the run.
     """
     configure_libraries()
-    from harness.runs.directory import PATTERN
     from harness.runs.trained_model import each_once, find_models
 
     named = each_once([*find_models(models, runs_dir), *find_models(runs, runs_dir)])
@@ -65,7 +64,6 @@ def main(
         raise UserError("no model: give RUN[:CHECKPOINT], or MODEL_JSON WEIGHTS")
     from gpt import load_model
     from harness.common.device import only_device
-    from harness.common.messages import tell
     from harness.evaluation.loss import TestLoss, held_out_texts, loss_lines
     from harness.model.precision import Precision
     from harness.model.tensor_names import check_weights_file
@@ -75,18 +73,7 @@ def main(
     for model in named:
         if model.weights.exists():  # else training has deleted the checkpoint meanwhile; see below
             check_weights_file(model.weights, model.config)
-    texts, refused = [], []
-    for model in named:
-        try:
-            texts.append((model, held_out_texts(model, datasets_dir, **options)))
-        except UserError as error:
-            if not any(map(PATTERN.search, (*models, *runs))):
-                raise
-            refused.append(str(error))
-    if not texts:
-        raise UserError(refused[0])
-    for reason in refused:
-        tell(f"left out: {reason}")
+    texts = [(model, held_out_texts(model, datasets_dir, **options)) for model in named]
     lost: list[str] = []
     measured: dict[tuple[str, str], list[TestLoss]] = {}  # a model that was named in two ways is measured once
     for model, of_model in texts:
