@@ -128,7 +128,8 @@ def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[st
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)
     try:
-        meant = machine_of_run(run.path.name, config.price_per_hour, prices)
+        name, price = run.path.name, config.price_per_hour
+        meant = machine_of_run(name, price, prices) or machine_of_run(name, price)
         ranks = meant[0].gpus if meant else 1
         layout = BatchLayout(ranks, config.accumulation_steps(ranks), config.microbatch_size, model.context_length)
         if summary is not None and summary.microbatch_size and summary.accumulation_steps:

@@ -262,7 +262,7 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
         key, had = train.budget_key, summary.train
         value = getattr(train, key)
         if value == -1:
-            is_enough = had.get(key) == -1 and had.get("epochs") == train.epochs
+            is_enough = had.get(key) == -1 and (had.get("epochs") or 1) == (train.epochs or 1)
         else:
             in_steps = key == "train_steps"
             asked = value if in_steps else stated_tokens(train, model) or math.inf
@@ -285,11 +285,13 @@ def _unfinished_state(
     held = is_held(run.lock_file)
     if not held and (end := _last_end(run)):
         return end
-    # After an interrupted evaluation, only the next process decides if the run ends there. With stop_if_diverged false,
-    # skipped steps alone end it.
-    has_diverged = meta is not None and meta.has_diverged and meta.interrupted_evaluation is None
+    # The next process decides it after an interrupted evaluation, and at a last step, because the run may be extended.
+    # With stop_if_diverged false, a loss that is far above its lowest value ends no run.
+    has_diverged = meta is not None and meta.has_diverged
+    if meta is not None and (meta.interrupted_evaluation or meta.global_step == meta.last_step):
+        has_diverged = False
     if meta is not None and train.get("stop_if_diverged") is False:
-        has_diverged &= meta.skipped_steps >= train["max_skipped_steps"]
+        has_diverged &= meta.above_level_since is None
     word: StateWord = "going on" if held else "diverged" if has_diverged else "stopped"
     if is_outdated:
         return State(word, "model.json or train.json asks for a different shape or budget than summary.json records")

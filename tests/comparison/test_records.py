@@ -35,14 +35,20 @@ def test_a_finished_run_is_what_its_summary_says_and_another_what_its_files_ask_
 
 
 @pytest.mark.parametrize("ends", [True, False])
-@pytest.mark.parametrize(("skipped", "without_end"), [(9, "stopped"), (10, "diverged")])
+@pytest.mark.parametrize(("above_level_since", "without_end"), [(9, "stopped"), (None, "diverged")])
 def test_a_run_with_a_high_loss_has_diverged_if_that_ends_it(
-    tmp_path: Path, ends: bool, skipped: int, without_end: str
+    tmp_path: Path, ends: bool, above_level_since: int | None, without_end: str
 ) -> None:
-    """With stop_if_diverged false, max_skipped_steps (10) alone ends a run; another stop is to be continued."""
+    """With stop_if_diverged false, skipped steps alone end a run; another stop is to be continued."""
     run = RunFolder(tmp_path, "a", {"stop_if_diverged": ends}).train_to(0)
-    run.add_checkpoint(LATEST, "latest", has_diverged=True, skipped_steps=skipped)
+    run.add_checkpoint(LATEST, "latest", has_diverged=True, above_level_since=above_level_since)
     assert RunRecord.read(run.directory).state.word == ("diverged" if ends else without_end)
+
+
+def test_a_run_that_had_diverged_at_its_end_and_was_extended_is_stopped(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").train_to(0)
+    run.add_checkpoint(LATEST, "latest", has_diverged=True, last_step=int(LATEST.rpartition("-")[2]))
+    assert RunRecord.read(run.directory).state.word == "stopped"
 
 
 def test_a_run_that_goes_on_is_told_by_its_lock(tmp_path: Path) -> None:
