@@ -92,15 +92,18 @@ class Plan:
         """Return the number of tokens in the remaining steps."""
         return self.batches.tokens_before(len(self.steps))
 
-    def times(self, interval: int | None) -> int:
-        """Return the number of remaining global steps after which work with this `interval` is due, as
-        `Position.is_due` decides: after every multiple of `interval`, and after the last step. Returns 0 if `interval`
-        is None."""
+    def times(self, work: str, interval: int | None) -> int:
+        """Return the number of times that `work` ("validation", "benchmarks" or "checkpoint") is still to be done, with
+        this `interval` in global steps: after every multiple of it and after the last step, as `Position.is_due`
+        decides, and once more if it is in `unfinished_work`. Returns 0 if `interval` is None."""
         steps = self.steps
-        if interval is None or not steps:
+        if interval is None:
             return 0
+        unfinished = int(work in self.unfinished_work)
+        if not steps:
+            return unfinished
         # Computed without iterating over the steps, because there may be too many.
-        return steps[-1] // interval - (steps[0] - 1) // interval + (steps[-1] % interval != 0)
+        return unfinished + steps[-1] // interval - (steps[0] - 1) // interval + (steps[-1] % interval != 0)
 
     def describe_passes(self) -> str | None:
         """Return a text on how often and in what order the train split is read. Return None if train.json has one
@@ -119,7 +122,7 @@ class Plan:
 
     def checkpoints(self) -> int:
         """Return the number of checkpoints still to be written."""
-        return self.times(self.config.checkpoint_every)
+        return self.times("checkpoint", self.config.checkpoint_every)
 
     def checkpoint_bytes(self) -> int:
         """Return the size of one checkpoint on disk in bytes, of which OTHER_BYTES are assumed."""
@@ -177,7 +180,7 @@ class Plan:
         microbatches = math.ceil((self.config.sequences_per_validation or 0) / self.layout.microbatch_size)
         if self.config.validation_ranks == "all":
             microbatches = math.ceil(microbatches / self.layout.world_size)
-        validated = self.times(self.config.validation_interval) * microbatches
+        validated = self.times("validation", self.config.validation_interval) * microbatches
         training = self.tokens() / speed.tokens_per_second
         # A forward pass is a third of the work of a training step on the same tokens.
         work = validated * self.layout.microbatch_tokens * self.layout.world_size / 3
@@ -386,11 +389,11 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         rows.append(("epochs", passes))
     each = f"{config.validation_batches} microbatches" if config.validation_batches else "without validation"
     each = f"{config.validation_sequences:,} sequences" if config.validation_sequences else each
-    rows.append(("validations", f"{plan.times(config.validation_interval):,} ({each})"))
+    rows.append(("validations", f"{plan.times('validation', config.validation_interval):,} ({each})"))
     if config.benchmark_tasks is not None:
         each = f"{', '.join(config.benchmark_tasks)}; {config.benchmark_examples:,} examples each"
         unknown = "the time of benchmarks is unknown, and not included below"
-        rows.append(("benchmarks", f"{plan.times(config.benchmark_interval):,} ({each})\n{unknown}"))
+        rows.append(("benchmarks", f"{plan.times('benchmarks', config.benchmark_interval):,} ({each})\n{unknown}"))
     disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
     rows.append(("checkpoints", f"{plan.checkpoints():,} ({disk})"))
     needed = None if speed.tokens_per_second is None else sum(plan.seconds(speed).values())

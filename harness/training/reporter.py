@@ -359,5 +359,7 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
             return
     # Use this process's values only for keys that a checkpoint of an earlier version lacks.
     missing = {key: value for key, value in machine_and_batch(prepared, world).items() if not getattr(meta, key)}
+    if meta.last_step not in (None, meta.global_step):  # the budget has been lowered to this step
+        missing |= {"train": prepared.provenance.train, "budget": prepared.budget}
     # Without the peak memory, which was lost with the process that trained
     write_summary(run, summarize(run.path.name, meta.model_copy(update=missing), prepared.experiment.model))

@@ -128,6 +128,18 @@ def test_a_budget_that_is_lowered_to_what_is_done_ends_the_run_with_a_validation
     assert "is finished" in shop.train_here("cut").stdout
 
 
+def test_the_summary_records_a_budget_that_was_lowered_to_a_checkpoint(shop: InProcess) -> None:
+    """At a step at which everything was done that is due at a last step, so that no step or evaluation follows."""
+    keys = {"min_train_tokens": None, "validation_interval": 3, "report_interval": 3}
+    run = shop.add_run("r", **keys, train_steps=12)
+    killed = "from tests.support.faults import *\nbefore(STEP, tell(9), rank=0, step=5)\n"
+    shop.train("r", prelude=killed, expect=-9, ranks=1)
+    shop.add_run("r", **keys, train_steps=2)
+    assert "is finished" in shop.train_here().stdout
+    summary = summary_of(run)
+    assert (summary["global_steps"], summary["budget"]["value"], summary["train"]["train_steps"]) == (4, 2, 2)
+
+
 def test_a_budget_that_is_lowered_to_a_step_that_was_reported(shop: InProcess) -> None:
     """Its report is due again, since the interval has changed, but there is nothing to report."""
     keys: dict[str, Any] = {"min_train_tokens": None, "validation_interval": 4}
