@@ -97,6 +97,8 @@ class HubWork:
         if isinstance(error, hub_errors.GatedRepoError):
             problem = f"gated on the Hugging Face Hub (status {status})"
             remedy = "accept its conditions on its page there and set HF_TOKEN"
+        elif isinstance(error, hub_errors.RevisionNotFoundError):
+            problem, remedy = f"no such revision on the Hugging Face Hub (status {status})", "check --revision"
         elif isinstance(error, hub_errors.RepositoryNotFoundError) or status == 404:
             problem = f"not found on the Hugging Face Hub, or private (status {status})"
             remedy = f"check {self.named_by}, and set HF_TOKEN if the {self.kind} is private"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, explained
 from harness.common.files import SAFE_NAME, check_inside, check_name, check_writable, move
 from harness.common.lock import RunLock
 from harness.common.messages import quoted, tell
@@ -141,7 +141,8 @@ class RunDirectory:
         for each in found:
             try:
                 if not any_name:
-                    check_name(each, "run")
+                    with explained(after="; rename the folder"):
+                        check_name(each, "run")
                 check_inside(runs_dir / each, runs_dir, "--runs-dir")
                 runs.append(cls(runs_dir / each))
             except UserError as error:

@@ -166,7 +166,7 @@ def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     if np.ptp(points.parameters) > 0:
         bar = axes.figure.colorbar(colors, ax=axes, label="parameters", pad=0.01)
         _mark(bar.ax.yaxis, points.parameters, short)
-    _mark(axes.xaxis, points.flops, power)
+    _mark(axes.xaxis, along, power)
     if isinstance(law, Inconclusive):
         _write_reason(axes, f"the law is {law}", y=0.9)
         return

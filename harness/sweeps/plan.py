@@ -157,7 +157,7 @@ class Planner:
         with explained(f"{run.name}: "):
             experiment.check_together()
             plan = make_plan(experiment, self.processes, planned_start(experiment, self.processes, None))
-        train = {key: run.settings[key] for key in KERNEL_KEYS}
+        train = {key: run.settings[key] for key in (*KERNEL_KEYS, "batch_ramp")}
         shape = json.dumps([run.model_config.model_dump(mode="json"), vars(plan.layout), train])
         if shape not in self.speeds:
             self.speeds[shape] = plan_speed(experiment, plan.layout, self.options)

@@ -87,7 +87,7 @@ def test_with_delete_after_the_disk_holds_one_file_at_a_time(preparer: Preparer,
             ["someone/web", "--include", "sample/1T/*"],
             "text files that match --include sample/1T/*",
         ),
-        (["someone/web", "--revision", "old"], "not found on the Hugging Face Hub"),
+        (["someone/web", "--revision", "old"], "no such revision on the Hugging Face Hub"),
     ],
 )
 def test_what_the_hub_does_not_have(preparer: Preparer, arguments: list[str], message: str) -> None:

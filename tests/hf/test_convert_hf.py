@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import sys
 from contextlib import nullcontext
@@ -452,7 +453,8 @@ def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub, monk
 
 def test_another_model_in_its_place_leaves_nothing_of_the_first(tmp_path: Path, hub: FakeHub) -> None:
     stale = {"training/metrics.jsonl", "training-run-chart.png", "pytorch_model.bin"}
-    stale |= {"model-00001-of-00002.safetensors", "adapter_config.json", "vocab.json", "chat_template.jinja", "gpt.py"}
+    stale |= {"model-00001-of-00002.safetensors", "adapter_config.json", "vocab.json", "chat_template.jinja"}
+    stale |= {"gpt.py", "inference.py", "modeling_ddp_pretrain.py"}
     kept = {"examples/one.safetensors", "notes.md"}
     hub.models["me/x"] = FakeDataset({name: FakeFile(b"old") for name in stale | kept})
     write_checkpoint(tmp_path / "c", small(tie_weights=True, n_layers=2))
@@ -505,6 +507,11 @@ def test_the_card_tells_where_training_began(tmp_path: Path, weights: str | None
     begins = "trained further, from other weights, on 9 tokens of `a/b`: it continues text. ##"
     anew = "parameters, pre-trained on 9 tokens of `a/b`: it continues text, and has not been taught"
     assert [words in card for words in (anew, begins)] == [weights is None, weights is not None]
+
+
+def test_the_card_of_an_imported_model_claims_nothing_about_its_training(tmp_path: Path) -> None:
+    card = " ".join(card_of(tmp_path, imported_from="me/instruct").split())
+    assert re.search(r"A GPT-2-class model of [\d,]+ parameters: it continues text. Its weights were imported", card)
 
 
 def test_a_checkpoint_that_records_little_has_a_card(tmp_path: Path) -> None:

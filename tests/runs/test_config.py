@@ -273,7 +273,7 @@ IMPOSSIBLE: list[tuple[float, tuple[str, ...]]] = [
     (0, ("gradient_accumulation_steps", "global_batch_size", "learning_rate", "eps", "clipping_max_norm")),
     (0, ("checkpoint_interval", "keep_checkpoints", "bucket_mb", "report_interval", "max_skipped_steps")),
     (0, ("tokens_per_parameter", "decay_period_percent", "max_hours", "max_dollars")),
-    (1e-46, ("eps",)),
+    (9e-38, ("eps",)),
     (-1, ("start_train_token", "start_val_token", "random_seed", "warmup_steps", "warmup_period_percent")),
     (-1, ("price_per_hour", "target_flops")),
     (-0.1, ("learning_rate", "weight_decay", "min_lr_ratio", "moe_router_loss_scale")),

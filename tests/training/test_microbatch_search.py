@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import gpt
 from harness.common.errors import UserError
-from harness.common.memory import MemoryLimit
+from harness.common.memory import MemoryLimit, limit_memory
 from harness.distributed.world import World
 from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
@@ -327,6 +327,18 @@ def test_a_limit_too_small_for_anything(workshop: Workshop, ranks: int, given: f
     assert "Max microbatch size" not in result.stdout
     words = rf"error: not even a microbatch of 1 fits in {given:.2f} GiB, of which .* left as a reserve; "
     assert re.fullmatch(rf"{words}raise --memory-limit-gib", result.error_lines[0]), "a smaller model would not fit"
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        (0.1, "raise --memory-limit-gib"),
+        (100.0, "use a smaller model or context, or raise --memory-limit-gib"),
+        (None, "use a smaller model or context, or free memory or raise `ulimit -d`"),
+    ],
+)
+def test_the_remedy_if_nothing_fits(given: float | None, remedy: str) -> None:
+    assert limit_memory(torch.device("cpu"), given, 1).remedy == remedy
 
 
 def test_memory_that_the_program_has_already_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
