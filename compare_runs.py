@@ -43,7 +43,7 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
     metavar="LABEL=LOSS",
     help="Draw a line at this loss (nats per token) into the charts; can be given several times.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print table and verdicts as JSON.")
 def main(
     runs: tuple[str, ...],
     runs_dir: Path,

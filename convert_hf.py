@@ -36,8 +36,9 @@ def main() -> None:
 @click.option("--format", "format_", type=click.Choice(list(READERS)), default="transformers", show_default=True)
 @RUNS_DIR
 def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, format_: str, runs_dir: Path) -> None:
-    """Write a model to the new folder OUT: the best checkpoint of RUN (for an imported run, its weights), the one that
-    CHECKPOINT names (a folder's name, `latest` or `best`), or the model in any folder with model.safetensors.
+    """Write a model to the new folder OUT: the best checkpoint of RUN (its latest if it has no best; for an imported
+    run, its weights), the one that CHECKPOINT names (a folder's name, `latest` or `best`), or the model in any folder
+    with model.safetensors.
 
     transformers.AutoModelForCausalLM and AutoTokenizer can load OUT, and so can programs that use them. A model for
     which transformers has no class is written with its own code, which runs only with trust_remote_code=True. With

@@ -96,9 +96,10 @@ class Trainer:
     def train(self) -> None:
         """Finish the work during which an earlier process was interrupted. Then run the remaining steps, and after each
         step do the work that is due. If any rank has a reason to stop, save a checkpoint, wait for the upload to the
-        mirror, and raise RunStopped on every rank. If there is a checkpoint of this step already, it is saved again
-        only if an evaluation was interrupted, or if a ceiling was reached before this process's first step. Collective.
-        Raises RunError as `after_step` does, or if a background save failed.
+        mirror, and raise RunStopped on every rank. Before the first step of a new run, no checkpoint is saved. If there
+        is a checkpoint of this step already, it is saved again only if an evaluation was interrupted, or if a ceiling
+        was reached before this process's first step. Collective. Raises RunError as `after_step` does, or if a
+        background save failed.
 
         From this call on, a signal does not end this process at once, and output that nobody reads is dropped.
         """
@@ -127,7 +128,7 @@ class Trainer:
             self.checkpointer.finish()
         except RunStopped as request:
             # metrics.jsonl gets no line for this checkpoint, so that the file equals that of a run that never stopped.
-            # If a ceiling is reached before this process has done a step, a checkpoint is saved again, with this
+            # If a ceiling is reached before a resumed process has done a step, the checkpoint is saved again, with this
             # process's seconds, so that the same command is refused next time.
             has_done_nothing = request.reason == CEILING and 0 <= state.global_step == position.first_step - 1
             is_saved = state.global_step == self.checkpointer.saved_step and not has_done_nothing
@@ -136,9 +137,9 @@ class Trainer:
             self.checkpointer.finish()
             self.reporter.stopped(request.reason, state)
             end_for_good(request.exit_status)
-            # All ranks wait for the upload, because torchrun ends all of them once the first one has exited. A torchrun
-            # that was itself asked to stop kills its ranks half a minute later. Everything is saved by then, so the
-            # watchdogs on rank 0's machine must not report these ranks as gone and end the upload.
+            # All ranks wait for the upload, because torchrun ends all of them once the first one has exited. If another
+            # machine's torchrun was itself asked to stop, it kills its ranks half a minute later. Everything is saved
+            # by then, so the watchdogs on rank 0's machine must not report those ranks as gone and end the upload.
             EXIT.has_own_reason = self.world.rank == self.world.local_rank
             with suppress(PeerError):
                 self.world.on_rank0(self.prepared.uploads.finish)
@@ -149,18 +150,19 @@ class Trainer:
         the rest (see `Position.due_after`). The checkpoint comes last, because it records the results of the other
         work.
 
-        Raises RunStopped on every rank if any rank is asked to stop during an evaluation. Unless this is the last step,
-        also raises it in three cases: after a checkpoint, if any rank has been asked to stop by then; if the gradients
-        of `max_skipped_steps` steps in a row were not finite; or, with `stop_if_diverged`, if the training loss has
-        diverged. Raises RunError on every rank as `Checkpointer.save` and `Checkpointer.check_weights` do, and on rank
-        0 alone if metrics.jsonl cannot be written.
+        Raises RunStopped on every rank if any rank has a reason to stop during an evaluation. Unless this is the last
+        step, also raises it in three cases: after a checkpoint, if any rank has a reason to stop by then; if the
+        gradients of `max_skipped_steps` steps in a row were not finite; or, with `stop_if_diverged`, if the training
+        loss has diverged. Raises RunError on every rank as `Checkpointer.save` and `Checkpointer.check_weights` do, and
+        on rank 0 alone if metrics.jsonl cannot be written.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = due or position.due_after(step, config)
         is_skipping = False
         if "report" in due:
             is_skipping = self.report(step)
-            # A stop in an evaluation below must not make the next process end here, unless there is no further step.
+            # Before the evaluations below, a divergence is recorded only after the last step. If one of them is
+            # interrupted after another step, the next process must continue, not stop as diverged.
             state.has_diverged |= is_skipping and step == position.last_step
         elif due:  # a GPU may be steps behind, and the wait for it counts as training, not as the work below
             with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "report")):
@@ -236,8 +238,8 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume this many GiB of memory per device.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s, without validation time.")
-@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s, with validation time.")
+@click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s, validation not counted.")
+@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s, validation counted.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: assume N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
 @click.option("--mirror", metavar="URL", help="Use this mirror (docs/mirror.md), not train.json's; 'none': no mirror.")

@@ -51,14 +51,14 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, Any]:
     help="DATASETS_DIR, the folder of all datasets.",
 )
 def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, datasets_dir: Path) -> None:
-    """Create the run NEW as a copy of BASE with some keys changed.
+    """Create the run NEW as a copy of BASE with some keys changed. The key on_end is not copied.
 
     VALUE is parsed as JSON if it is valid JSON; otherwise it is text. null removes the key. The file derived.json in
     NEW records BASE and the keys that differ. If --set dataset names datasets in DATASETS_DIR, NEW also gets their
-    vocabulary size, a microbatch size that their validation splits can fill, and no more validation batches (or
-    sequences) than these splits have. If a dataset has no validation split, NEW does not validate. If the train splits
-    are too short, NEW trains on all that they have (in as many passes as BASE's "epochs" allows), and a long warm-up is
-    shortened. To derive several runs at once, use sweep_runs.py.
+    vocabulary size (unless BASE's is larger by less than 128), a microbatch size that their validation splits can fill,
+    and no more validation batches (or sequences) than these splits have. If a dataset has no validation split, NEW does
+    not validate. If the train splits are too short, NEW trains on all that they have (in as many passes as BASE's
+    "epochs" allows), and a long warm-up is shortened. To derive several runs at once, use sweep_runs.py.
 
     \b
         uv run derive_run.py quickstart mine --set dataset=me/my-texts

@@ -69,8 +69,9 @@ def main(
     output: Path | None,
     runs_dir: Path,
 ) -> None:
-    """Print the benchmark scores of a model: the best checkpoint of RUN (for an imported run, its weights), the one
-    that CHECKPOINT names (a folder's name, `latest` or `best`), or WEIGHTS with the shape in MODEL_JSON.
+    """Print the benchmark scores of a model: the best checkpoint of RUN (its latest if it has no best; for an imported
+    run, its weights), the one that CHECKPOINT names (a folder's name, `latest` or `best`), or WEIGHTS with the shape in
+    MODEL_JSON.
 
     --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu), patterns of such names ('arc*'), and
     paths of task files (.yaml), and can be given several times. The tasks' data is downloaded from the Hugging Face

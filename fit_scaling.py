@@ -24,7 +24,7 @@ FORMATS = (".png", ".pdf", ".svg")
 @click.option(
     "--points",
     type=click.Path(path_type=Path),
-    help="CSV file to fit instead of RUNS; columns: parameters, flops, loss, optionally tokens.",
+    help="CSV file to fit instead of RUNS; columns: parameters, flops, loss, optionally tokens and name.",
 )
 @click.option("--drop-highest", type=click.IntRange(0), default=0, metavar="K", help="Leave out the K highest losses.")
 @click.option(
@@ -69,8 +69,8 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     'ladder-*'.
 
     Prints isoFLOP profiles (the best model size at each compute budget), power laws of the best size, of its number of
-    tokens and of its loss, and the law L(N, D) = E + A/N^alpha + B/D^beta, all with 95% intervals. Runs that have not
-    finished are named and left out.
+    tokens and of its loss, and the law L(N, D) = E + A/N^alpha + B/D^beta, all with 95% intervals. Runs that give no
+    point, such as unfinished runs, are left out and named with the reason.
     """
     from harness.common.files import check_writable
     from harness.scaling.data import CostLaw

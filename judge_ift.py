@@ -25,7 +25,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
 @click.command(cls=Command)
 @click.argument("responses", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--model", default=NOTEBOOK_JUDGE, show_default=True, help="The judge.")
-@click.option("--base-url", help="Another OpenAI-compatible endpoint.  [default: OpenAI]")
+@click.option("--base-url", help="Another OpenAI-compatible endpoint.  [default: OPENAI_BASE_URL, or OpenAI]")
 @click.option("--prompt", type=JUDGE_PROMPT, default="together", show_default=True, help=JUDGE_PROMPT_HELP)
 @click.option(
     "--repeats", type=click.IntRange(1, 1000), default=1, show_default=True, help="Number of judgments of each answer."
@@ -35,7 +35,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
     type=click.IntRange(1, 100),
     default=5,
     show_default=True,
-    help="Largest number of requests for one valid judgment.",
+    help="Largest number of requests for one valid judgment, and of tries of each request.",
 )
 @click.option(
     "--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds to wait for the answer to a request."
@@ -77,7 +77,8 @@ def main(
     compared with the mean in the book or the notebook if the judge is the same, but never with scores of models that
     were judged together.
 
-    If test_ift.py wrote the responses to a run's folder, the scores are also written to results/ in this folder.
+    If test_ift.py wrote the responses to a run's folder, the scores are also written to results/ in this folder, unless
+    the checkpoint that gave the answers is gone.
     """
     from harness.evaluation.instruct.responses import read_comparable
     from harness.evaluation.judge.report import judge_and_report

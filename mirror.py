@@ -50,11 +50,13 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
     Checkpoints, results and settings that are here already are kept. Summary, chart and metrics are replaced, unless
-    there is a newer checkpoint here than at URL, the summary there is damaged or of fewer steps, the newest checkpoint
-    there is in the run's aside/, or the run is being trained here. Metrics that differ up to the newest
-    checkpoint here are kept or, if a checkpoint is fetched, moved to aside/. Checkpoints are fetched only if the newest
-    one at URL is newer than `latest` here, or replaces a damaged `latest`. It then becomes `latest`. Checkpoints in the
-    run's aside/ do not count.
+    there is a newer checkpoint here than at URL, the newest checkpoint there is in the run's aside/, or the run is
+    being trained here. A damaged summary is not fetched, nor its chart. If there is a checkpoint here, summary and
+    chart are also kept if the summary there is of fewer steps than the one here (unless a checkpoint is fetched) or,
+    with weights, of later steps than the newest checkpoint here. Metrics that differ up to the newest checkpoint here
+    are kept or, if a checkpoint is fetched, moved to aside/. Checkpoints are fetched only if the newest one at URL is
+    newer than `latest` here, or replaces a damaged `latest`. It then becomes `latest`. Checkpoints in the run's aside/
+    do not count.
     """
     from harness.mirror.home import fetch_run
 

@@ -215,9 +215,9 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
     commands that train on it. Raises the errors of `make_dataset`.
 
     Also yield a remark if one document is known to have more than a tenth of the training tokens. For a dataset made
-    from text, also yield a remark for each held-out split that has fewer than FEW_DOCUMENTS documents. Without
-    --split-order given, a held-out split whose share of the text differs by more than a tenth from the requested one
-    also gets this remark.
+    from text, also yield a remark for each held-out split that has fewer than FEW_DOCUMENTS documents. Unless
+    `split_order` is "given", a held-out split whose share of the text differs by more than a tenth from the requested
+    one also gets this remark.
     """
     from harness.data.preparation.command import make_dataset
 
@@ -243,7 +243,7 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
         )
     for split in splits if not options["from_bin"] else ():
         asked, share = options.get(f"{split.name}_fraction"), split.bytes / sum(each.bytes for each in splits)
-        # With --split-order given, the fraction asked for is one of the documents, not of the bytes.
+        # If `split_order` is "given", the fraction asked for is one of the documents, not of the bytes.
         is_off = options["split_order"] != "given" and asked and abs(share - asked) > asked / 10
         if asked and (split.documents < FEW_DOCUMENTS or is_off):
             yield (

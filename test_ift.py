@@ -60,12 +60,13 @@ BOOK_DATA = (
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=123, show_default=True)
 @click.option("--judge-model", default=NOTEBOOK_JUDGE, show_default=True)
 @click.option("--judge-prompt", type=JUDGE_PROMPT, default="together", show_default=True, help=JUDGE_PROMPT_HELP)
-@click.option("--base-url", help="The judge's endpoint.  [default: OpenAI's]")
+@click.option("--base-url", help="The judge's endpoint.  [default: OPENAI_BASE_URL, or OpenAI's]")
 @RUNS_DIR
 def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     """Fine-tune a model on instructions until its validation loss rises, answer the test instructions with the weights
-    from before the rise, and let a judge score the answers. The model is the best checkpoint of RUN (for an imported
-    run, its weights), the one that CHECKPOINT names, or WEIGHTS with the shape in MODEL_JSON.
+    from before the rise, and let a judge score the answers. The model is the best checkpoint of RUN (its latest if it
+    has no best; for an imported run, its weights), the one that CHECKPOINT names, or WEIGHTS with the shape in
+    MODEL_JSON.
 
     A model's score differs by several points if it is judged again. To compare models, use --responses-only for each of
     them, and then judge_ift.py on all files at once. Scores of a run's checkpoint are also written to the run's folder
