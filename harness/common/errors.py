@@ -1,10 +1,10 @@
 """Exceptions whose messages the user sees, and the exit of this process with one line instead of a traceback. Also
 handles signals that ask the process to stop, and output that nobody reads any more.
 
-Three parts of the program can end the process because of a fault: the main thread after an error (`one_line_errors`),
-the watchdog after it has found a faulty rank (distributed/watchdog.py), and the thread that waits for the end of the
-launcher, such as torchrun (common/processes.py). They share their state in `EXIT`, so that only one of them prints the
-reason.
+Four parts of the program can end the process because of a fault: the main thread after an error (`one_line_errors`),
+the watchdog after it has found a faulty rank (distributed/watchdog.py), the thread that waits for the end of the
+launcher, such as torchrun (common/processes.py), and a timer while the ranks connect (distributed/rendezvous.py). The
+first three share their state in `EXIT`, so that only one of them prints the reason.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Exit:
     has_lost_peer: bool = False
     is_explained: bool = False  # the reason why this machine's processes end has been printed, or is being printed
     stop_signal: int = 0  # number of the last signal that asked this process for an orderly end; 0 if there was none
-    # Called with the exit status after this process's last message, even if that is an error. Not called if the
-    # watchdog, the end of the launcher or a closed pipe ends the process.
+    # Called with the exit status after this process's last message, even if that is an error. Not called if another
+    # thread (such as the watchdog) or a closed pipe ends the process, or if `one_line_errors` does not catch the error.
     before_end: Callable[[int], None] = lambda status: None
 
 

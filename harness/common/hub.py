@@ -1,5 +1,6 @@
 """Access to the Hugging Face Hub: list a repository's files, verify downloaded files, upload, and explain the Hub's
-errors to the user. Every request for a repository goes through a `HubWork`. (Buckets are read by harness/mirror/.)
+errors to the user. Requests for repositories go through a `HubWork`, except for lm-eval's data and check_machine.py's
+trial download. (harness/mirror/ reads and writes buckets.)
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def quoted(value: Any) -> str:
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """Return the name in `known` that `name` was probably meant to be, or None if there is none. A known name matches
-    if it has the same letters in another order. It also matches if its similarity to `name` is at least ALIKE, and if
-    it differs by one letter or has every word of `name`, perhaps unabbreviated or spelled differently.
+    if it has the same letters in another order. A known name whose similarity to `name` is at least ALIKE also matches
+    if it differs by one letter, or if it has every word of `name`, perhaps unabbreviated or spelled differently.
 
     A known name that lacks a word of `name` does not match: `min_lr_ratio` does not match `mlp_ratio`, which may be
     another program's key with another meaning.
