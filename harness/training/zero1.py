@@ -48,9 +48,9 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
                 )
 
 
-# Shards begin and end at multiples of this many elements; a parameter's last shard ends with it. Kernels process up to
-# 64 elements at once, and the remaining elements at a tensor's end with other instructions, whose results may differ in
-# the last bit.
+# `StatePartition.cut` begins and ends shards at multiples of this many elements, except for the end of a parameter.
+# Kernels process up to 64 elements at once, and the remaining elements at a tensor's end with other instructions, whose
+# results may differ in the last bit.
 GRAIN = 64
 MESSAGE = 2**26  # elements of state per message, and of the buffer that receives a message on the device
 
