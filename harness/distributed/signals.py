@@ -98,7 +98,7 @@ class StopRequest:
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """Exception that ends this rank's part of shared work early, because a rank was asked to stop. The other ranks
+    """Exception that ends this rank's part of shared work early, because a rank has a reason to stop. The other ranks
     learn of it when all ranks exchange their results (`SharedWork.gather_results`)."""
 
 
@@ -136,9 +136,8 @@ class SharedWork:
         return [parts[index % ranks][index // ranks] for index in range(count)]
 
     def until_stopped(self, indexes: Iterable[int]) -> Iterator[int]:
-        """Yield `indexes`, the numbers of this rank's pieces of work. Before each, raises Interrupted if this rank was
-        asked to stop, or if another rank's last heartbeat (its regular status message) says that this other rank was
-        asked to stop."""
+        """Yield `indexes`, the numbers of this rank's pieces of work. Before each, raises Interrupted if this rank has
+        a reason to stop, or if another rank says so in its last heartbeat (its regular status message)."""
         for index in indexes:
             if self.stop.reason or self.world.watchdog.is_anyone_stopping():
                 raise Interrupted

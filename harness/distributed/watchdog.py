@@ -182,7 +182,7 @@ class Watchdog:
     ) -> None:
         """Create a watchdog without starting it.
 
-        `is_stopping` returns True if this rank was asked to stop; the watchdog's threads call it.
+        `is_stopping` returns True if this rank has a reason to stop; the watchdog's threads call it.
         `progress` is the Progress of the rank's device, or None if the main thread does the computation itself
         (on a CPU).
         """
