@@ -94,7 +94,7 @@ class Evaluations:
         size = self.config.microbatch_size
 
         def losses(indexes: Iterator[int]) -> list[float]:
-            # The last microbatch may have fewer sequences. It is filled up, so that torch compiles no other size.
+            # The last microbatch may have fewer sequences. Copies fill it up; `microbatch_losses` does not count them.
             microbatches = (loader.microbatch(index, windows=sequences) for index in indexes)
             return microbatch_losses(self.model, microbatches, self.precision)
 
