@@ -135,8 +135,8 @@ def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tu
     """Return the names of the runs that `baseline` selects, at least one. If it is one of the runs `compared` (all runs
     if empty), select this run alone. If it is another run, select this run and the other runs of its arm, a group of
     runs that differ only in their seeds. If it is the name of an arm, select the runs of this arm among the runs
-    `compared` or, if there are none, among all runs. An arm's diverged runs are included. Raises UserError if there is
-    no such run or arm."""
+    `compared` or, if there are none, among all runs. An arm has only finished and diverged runs. Raises UserError if
+    there is no such run or arm."""
     from harness.comparison.arms import find_arms
     from harness.comparison.records import RunRecord, find_runs
     from harness.runs.directory import RunDirectory
