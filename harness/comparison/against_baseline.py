@@ -71,10 +71,11 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     """Compare the arm of the run `baseline` (the runs that differ from it only in the seed) with every other arm, by
     their losses on one text. One of the `records` is that of the run `baseline`.
 
-    Uses test losses if the baseline's arm and at least one other arm have test losses on the same text. Of several such
-    texts, uses the one with the most runs; the notes have the verdicts by the losses on the other texts. Without such a
-    text, uses the last validation losses in the same way. If neither loss has such a text, or if no run of the
-    baseline's arm has finished, the result has no verdicts, and its `title` gives the reason.
+    Uses test losses if the baseline's arm and at least one other arm have test losses of the same basis (text and
+    precision). Of several such bases, uses the one with the most runs; the notes have the verdicts by the losses of the
+    other bases. Without such a basis, uses the last validation losses in the same way. If neither loss has such a
+    basis, or if no run of the baseline's arm has finished, the result has no verdicts, and its `title` gives the
+    reason.
     """
     arms = find_arms(records, baseline)
     own = arms.arm_with(baseline)
@@ -107,8 +108,8 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
                     on_others.append(f"{other.title} {said}")
                 return replace(first, notes=[*on_others, *first.notes])
         reason = (
-            "no other arm has a test loss or validation loss on the same text as this arm; test_loss.py measures test "
-            "losses"
+            "no other arm has a test loss on the same text and in the same precision as this arm, or a validation loss "
+            "on the same text; test_loss.py measures test losses"
         )
     return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)
 

@@ -76,7 +76,7 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         if isinstance(settings, Inconclusive):
             unknown.append(f"{record.name}: an arm of its own; its replicates are unknown, because {settings.reason}")
         by_settings.setdefault((record.name,) if isinstance(settings, Inconclusive) else settings, []).append(record)
-    first_runs: dict[str, list[RunRecord]] = {}  # each arm's first, by settings without SURROUNDINGS, precision
+    first_runs: dict[str, list[RunRecord]] = {}  # each arm's first run, by the first text of `settings_of`
     parts = [(key[0], part) for key, members in by_settings.items() for part in _by_precision(members)]
     for shared, members in sorted(parts, key=lambda part: records.index(part[1][0])):
         by_seed: dict[str, str] = {}
@@ -144,8 +144,8 @@ def seeds_of(record: RunRecord) -> dict[str, Any]:
 
 
 def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Split the runs by the precision that they were trained in. Runs that record no precision are a part of their own,
-    unless all other runs have the same precision; then all runs are returned together."""
+    """Split the runs by the precision that they were trained in. If the recorded precisions are equal, or none is
+    recorded, all runs are one part. Otherwise, runs that record no precision are a part of their own."""
     found: dict[str | None, list[RunRecord]] = {}
     for record in members:
         found.setdefault(record.recorded("precision"), []).append(record)

@@ -21,8 +21,8 @@ from harness.comparison.table import cut_names
 from harness.runs.metrics import TrainEvent, ValidationEvent, last_training
 
 LEAST_POINTS = 2
-# Length of the first part of the axis, as a fraction of the whole. Losses there begin near ln(vocabulary size), and
-# would squeeze the rest of the curves against the lower edge.
+# Length of a curve's first part, as a fraction of the place of its last point. Losses there begin near ln(vocabulary
+# size), and would squeeze the rest of the curves against the lower edge.
 WARM_PART = 0.2
 HEADROOM = 0.06
 CUT_RATIO = 2.0  # the first part is cut off if it makes the range of losses more than this many times as large
@@ -226,7 +226,7 @@ def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
 
 def write_png(chart: Chart, path: Path, references: Mapping[str, float], note: str = "") -> None:
     """Draw a chart with at least one curve into a PNG file. An existing file is replaced atomically, by renaming. For
-    `references` and `note`, see `_draw`."""
+    `references` and `note`, see `_draw`. Raises OSError if the file cannot be written."""
     with atomic_file(path.resolve()) as draft:
         _draw(chart, references, note, "png", draft)
 
@@ -244,8 +244,8 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     """Draw the chart, which has at least one curve, into `target`, in the format `kind` ("png" or "svg"). `references`
     has losses by label. Each is a dotted line or, if the loss is outside the shown range, only an entry of the legend,
     with an arrow. A curve of several runs has a band from their lowest loss to their highest. The legend names at most
-    MOST_NAMED curves: those with the lowest last losses, and always the baseline's. The others are thin and gray.
-    `note` is printed below the axes."""
+    MOST_NAMED curves: the first of `chart.curves`, and always the baseline's. The others are thin and gray. `note` is
+    printed below the axes."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter
@@ -300,7 +300,7 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
     """Return the lowest and the highest loss to show, with a margin. If the steep first part of the curves would take
-    more than half of the height, the range contains the curves without this part, or else the whole curves. Losses
+    more than half of the height, the range contains the curves without this part, otherwise the whole curves. Losses
     above PEAK_RATIO times the highest first loss (at least LEAST_PEAK) do not count. Of a band, only the lower end at
     the last step is sure to be in the range. The range also contains those `references` (losses drawn as dotted lines)
     that are near the curves."""

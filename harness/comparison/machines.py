@@ -49,10 +49,10 @@ class KnownSpeed:
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
     """Yield lines of at most 80 characters: a table of one run's time and cost on each machine, and the reasons why a
     machine is not in the table. The speeds are those in the folders of `run` and of `others`. Rows with measured
-    speeds come before rows with reported speeds; in each group, the cheapest machine comes first. If it is not known
-    how much the run trains on (see `_read_work`), the lines give nothing but the reason.
+    speeds come before rows with reported speeds. Rows of the same basis are sorted by dollars, the lowest first. If
+    `_read_work` is inconclusive, the lines give only the reason.
 
-    Raises UserError if a file of the run or the price list is wrong. Other runs whose files cannot be read are skipped.
+    Raises UserError if a file of the run or the price list is wrong. Other runs with a wrong file are skipped.
     """
     machines, known, name = read_machines(prices), known_speeds(run), run.path.name
     for other in others:

@@ -45,7 +45,7 @@ MISSING = {
     **dict.fromkeys(("train_loss", "validation_loss", "best_validation_loss"), "not recorded, or not finite"),
     "global_batch": "number of ranks not recorded yet",
     "tokens_per_second": "not measured",
-    "mfu": "peak FLOP/s of the device not known",
+    "mfu": "speed or peak FLOP/s of the device not known",
     "peak_memory": "recorded only at the end of a run",
 }
 DIVERGED = "its test loss is not finite"
@@ -499,8 +499,8 @@ def _spent(what: Literal["seconds", "dollars"], without: str, record: RunRecord)
     return spent["total"] - spent.get(without, 0.0) if {"total", "training"} <= spent.keys() else None
 
 
-# The function that returns a number's basis, by the key of the quantity, for numbers that the run itself recorded.
-# Numbers of other quantities can always be compared.
+# The function that returns the basis of a number that the run itself recorded, by the key of the quantity. Recorded
+# numbers of other quantities, such as seconds, can always be compared.
 BASES = {"train_loss": training_basis, **dict.fromkeys(("validation_loss", "best_validation_loss"), validation_basis)}
 _train_loss = partial(_latest, "final_train_loss", "train_loss")
 _speed = partial(_latest, "tokens_per_second", "tokens_per_second")

@@ -62,7 +62,7 @@ class RunRecord:
     name: str
     directory: RunDirectory
     state: State
-    model: Mapping[str, Any]  # model.json with defaults; for a finished run, as recorded in summary.json
+    model: Mapping[str, Any]  # model.json with defaults, or the model that `summary` records
     train: Mapping[str, Any]  # train.json, likewise
     summary: RunSummary | None = None
     progress: RunProgress | None = None  # None if the run has a summary
@@ -181,8 +181,8 @@ class RunRecord:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Seconds by phase, and in total. Empty if nothing was recorded. For an unfinished run, the phases are counted
-        up to its latest checkpoint, and the total is the larger of their sum and the seconds in the last line of
+        """Seconds by phase, and in total. Empty if nothing was recorded. Without a summary, the phases are counted up
+        to the latest checkpoint, and the total is the larger of their sum and the seconds in the last line of
         metrics.jsonl."""
         if self.summary:
             return self.summary.seconds
@@ -220,7 +220,7 @@ class RunRecord:
 
 def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
     """Return the runs with these names, paths or patterns (`lr-*`), each once, or all runs in `runs_dir` if `names` is
-    empty. Raises UserError if a named run does not exist, if a named folder is not a run, or if `names` is empty and
+    empty. Raises UserError as `RunDirectory.find_all` does, if a named folder is not a run, or if `names` is empty and
     there are no runs."""
     if not names and not known_runs(runs_dir):
         raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
@@ -253,10 +253,10 @@ def _read_summary(run: RunDirectory) -> RunSummary | None:
 
 
 def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
-    """Return True if model.json has another shape than the model that `summary` records, or if train.json has a larger
-    budget than the recorded one, which the run has not reached either. Also return True if the budget is the whole
-    split and the recorded budget or number of epochs is another one. Returns False if model.json or train.json cannot
-    be read."""
+    """Return True if model.json has another shape than the model that `summary` records. Also return True if
+    train.json's budget is larger than the recorded one or of another kind, and the run has not reached it. A budget of
+    the whole split counts as reached only if the recorded budget and number of epochs are the same. Returns False if
+    model.json or train.json cannot be read."""
     with suppress(UserError, OSError):
         model, train = load_model_config(run.model_json), load_train_config(run.train_json)
         key, had = train.budget_key, summary.train
@@ -281,7 +281,7 @@ def _unfinished_state(
     is_outdated: bool,
 ) -> State:
     """Return the state of a run without a summary, or with an outdated one (`is_outdated`): model.json or train.json
-    now asks for another model shape or for more training (see `_asks_for_more`). `train` is train.json."""
+    now asks for another model shape or for more training (see `_asks_for_more`). `train` is the record's `train`."""
     held = is_held(run.lock_file)
     if not held and (end := _last_end(run)):
         return end

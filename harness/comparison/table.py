@@ -1,5 +1,5 @@
-"""Table with a row for each run, as text at most 80 characters wide and as JSON. Numbers are in the same column only if
-they can be compared."""
+"""Table with a row for each run, as text for a terminal of 80 characters and as JSON. Numbers are in the same column
+only if they can be compared."""
 
 from __future__ import annotations
 
@@ -206,9 +206,9 @@ def machine_of(record: RunRecord) -> str | None:
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     """Return a column for each setting with more than one value. Settings are the keys of model.json and train.json,
-    then the dataset's content, the machine, torch and the precision; for the key "attention", the value is the kernel
-    that was used. A missing value does not count as another value, because runs of an earlier version lack some keys.
-    """
+    then the dataset's content, the machine, torch and the precision. The value for the key "attention" is the kernel
+    that was used, if it is recorded. A missing value does not count as another value, because runs of an earlier
+    version lack some keys."""
     settings: list[dict[str, Any]] = []
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping) and "sha256" in split]
@@ -295,8 +295,8 @@ def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_r
 def table_lines(table: RunsTable) -> Iterator[str]:
     """Yield the lines of the table: one block of the most important columns, the settings that differ, the texts of
     `below_lines`, the names of the columns not shown, what the numbers were measured on, the remarks on cells (such as
-    why one is empty), and the runs' problems. A line has at most 80 characters, unless the runs' names would look the
-    same if they were cut."""
+    why one is empty), and the runs' problems. A line has at most 80 characters, unless the parts in which long names of
+    runs differ need more (see `cut_names`)."""
     remarks: dict[str, int] = {}  # the number of each remark, by its text; the cells show the number
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, max(WIDTH - max(map(len, [*names, "run"])), LEAST_ROOM))

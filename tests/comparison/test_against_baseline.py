@@ -225,7 +225,7 @@ def test_texts_whose_content_is_not_recorded_are_not_the_same(tmp_path: Path, re
     runs = [RunFolder(tmp_path, name, {"learning_rate": n}).finish(dataset=dataset) for n, name in enumerate("ab", 1)]
     found = compare_with("a", records(*runs))
     assert found.verdicts == []
-    assert "no other arm has a test loss or validation loss on the same text" in found.title
+    assert "no other arm has a test loss on the same text and in the same precision" in found.title
 
 
 def test_losses_of_other_checkpoints_than_the_best_are_told(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_reported_figures_are_marked_and_in_columns_of_their_own(tmp_path: Path)
     table = table_of(other, theirs)  # an own run says why it has no number
     assert {key: column(table, key).cells[0].remark for key in ("test_loss", "mfu", "reported_hours")} == {
         "test_loss": "no result of test_loss.py",
-        "mfu": "peak FLOP/s of the device not known",
+        "mfu": "speed or peak FLOP/s of the device not known",
         "reported_hours": "not reported",
     }
 
