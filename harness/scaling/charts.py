@@ -35,7 +35,7 @@ QUIET = {"frameon": False, "fontsize": "small"}
 
 def draw_scaling_chart(analysis: Analysis, picture: Path) -> None:
     """Draw the four panels into the file `picture`, in the format of its suffix. An existing file is replaced
-    atomically, by renaming."""
+    atomically, by renaming. Raises OSError if the file cannot be written."""
     kind = picture.suffix.lower().removeprefix(".")
     with matplotlib.style.context("default"), matplotlib.rc_context({"font.size": 10, "svg.fonttype": "none"}):
         figure = Figure(figsize=(11, 8.5), dpi=150, layout="constrained")

@@ -59,8 +59,8 @@ class Points:
 
     def without_highest(self, count: int) -> Points:
         """Return the points without the `count` highest losses, which often belong to models whose size is far from the
-        best (Besiroglu et al., arXiv:2404.10102, leave out five). A line of `left_out` has these losses. Raises
-        UserError if no points would be left."""
+        best (Besiroglu et al., arXiv:2404.10102, leave out five). `left_out` gets a line about them. Raises UserError
+        if no points would be left."""
         if not count:
             return self
         if count >= len(self):
