@@ -155,9 +155,9 @@ def load_base(runs_dir: Path, name: str) -> DerivedRun:
 
 def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
     """Return a run called `name` with the settings of `base`, updated by `changes`. A change to None removes a key, so
-    that its default applies. A changed key also removes those that exclude it (ALTERNATIVES), and `on_end` is not
-    inherited. A relative path of `initial_weights` that is inherited is rewritten to lead to the same place. Writes
-    nothing.
+    that its default applies. A key that is given a value removes the keys that exclude it (ALTERNATIVES; for `depth`:
+    n_layers, n_heads and emb_dim). `on_end` is not inherited. A relative path of `initial_weights` that is inherited is
+    rewritten to lead to the same place. Writes nothing.
 
     Raises UserError if `name`, a key or a value is invalid. If a value is invalid, the message names the file that it
     belongs in, or the dataset or mirror.
@@ -193,14 +193,14 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
-    """Return the run that `derive` returns. If `changes` name other datasets that are in `datasets_dir`, also fit the
-    run to them: set the model's vocab_size to theirs (unless it is equal, or larger by fewer than PADDING tokens), and
-    lower the microbatch size and the number of validation batches or sequences to what the validation splits can fill.
-    Turn validation off if a dataset has no validation split. If the train splits are too short for the training that
-    the base's train.json asks for, train on all their tokens, with `warmup_steps` lowered to a tenth of the steps if it
-    is more. `changes` take precedence.
+    """Return the run that `derive` returns. If `changes` name datasets that are in `datasets_dir`, the run is also
+    fitted to them. The model's vocab_size becomes theirs (unless it is larger by fewer than PADDING tokens). The number
+    of validation sequences, or the microbatch size and the number of validation batches, is lowered to what the
+    validation splits can fill. Validation is turned off if a dataset has no validation split. If the train splits are
+    too short for the base's budget, the run trains on all their tokens, with `warmup_steps` lowered to a tenth of the
+    steps if it is more. `changes` take precedence.
 
-    Raises UserError like `derive`, and also if the dataset is too short.
+    Raises UserError like `derive`, if training would refuse the run, and if the datasets are too short.
     """
     run = derive(base, name, changes)
     weights = run.train_config.dataset_weights

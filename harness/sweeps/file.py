@@ -173,9 +173,9 @@ class SweepRuns:
     max_dollars: float | None = None
 
     def missing(self) -> list[DerivedRun]:
-        """Return the runs whose folders do not exist yet, after checking that training would accept all of them, so
-        that all or none are written. Raises UserError if training would refuse one of them, or if the folder of a run
-        holds something else or damaged files."""
+        """Return the runs whose folders do not exist yet, after checking all of them without their data (see
+        `check_startable`), so that all or none are written. Raises UserError if training would refuse one of them, or
+        if the folder of a run holds something else or damaged files."""
         found = [run for run in self.runs if not run.is_made()]
         for run in found:
             with explained(f"{self.path}: makes "):

@@ -140,8 +140,8 @@ class Planner:
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
     ) -> None:
-        """If `processes` is None, divide the GPUs of this machine among the groups, or use one process for a run if
-        there are no GPUs. `assumed` has the options of ddp_train.py that begin with --assume. Raises UserError if two
+        """If `processes` is None, divide the GPUs of this machine among the groups; each run gets at least one process,
+        even without GPUs. `assumed` has the options of ddp_train.py that begin with --assume. Raises UserError if two
         of them exclude each other."""
         self.datasets_dir = datasets_dir
         self.groups = groups
@@ -152,7 +152,7 @@ class Planner:
 
     def plan(self, run: DerivedRun) -> RunPlan:
         """Plan the remaining work of a run, which may be partly done. Raises UserError if training would refuse the
-        run."""
+        run, and as `plan_speed` does."""
         experiment = run.experiment(self.datasets_dir)
         with explained(f"{run.name}: "):
             experiment.check_together()
@@ -183,8 +183,8 @@ class SweepPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that the checkpoints need: those that all runs keep, and those that the runs in progress (one in each
-        group) need temporarily. Runs of unknown length are left out."""
+        """Bytes that the checkpoints of the runs in `left` still need: those that each run keeps at its end, and those
+        that the runs in progress (one in each group) need temporarily. Runs of unknown length are left out."""
         plans = [each.plan for each in self.left if each.plan.position is not None]
         stay = [plan.added_checkpoints(at_end=True) * plan.checkpoint_bytes() for plan in plans]
         more = (plan.disk_bytes() - size for plan, size in zip(plans, stay, strict=True))
@@ -219,7 +219,8 @@ def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
     """Plan the runs that are left to train, whether their folders exist or not.
 
     Raises UserError if no run has ended and no run can be trained. A run cannot be trained if training would refuse it,
-    if its folder holds something else, or if its files are damaged.
+    if its folder holds something else, or if its files are damaged. Errors of `plan_speed`, such as for an unknown
+    --assume-device, are treated like a refusal.
     """
     statuses = [status_of(run) for run in sweep.runs]
     ended = [each for each in statuses if each.state in ("finished", "diverged")]

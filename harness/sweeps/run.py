@@ -119,7 +119,7 @@ def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, 
     """Return what earlier commands have spent: the dollars of each run at the price of the whole machine, by the run's
     name; the dollars of all runs together; and the seconds for which sweeps have used the machine. Attempts that
     overlap share the machine, and a group without a run does not make it cheaper. Training outside of sweeps adds to
-    the dollars, but not to the seconds."""
+    the dollars, but not to the seconds. Raises UserError as `earlier_attempts` does."""
     by_run: dict[str, float] = {}
     attempts: list[tuple[float, float, float]] = []
     dollars = seconds = end = 0.0
@@ -195,7 +195,8 @@ class SweepRunner:
         max_dollars: float | None = None,
         max_hours: float | None = None,
     ) -> None:
-        """Raise UserError if `max_dollars` is given and a run has no price, or if there are not enough GPUs."""
+        """Raise UserError if `max_dollars` is given and a run has no price, or if there are not enough GPUs. Also raise
+        UserError as `earlier_attempts` does."""
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
@@ -312,8 +313,8 @@ class SweepRunner:
         return f"max_dollars ({amount_text(self.max_dollars)}): ${amount_text(self.spent)} is spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
-        """Start the run's process on a free group of devices. Its output is appended to the run's sweep.log. If the
-        operating system cannot start the process, print the reason, and free the group again. `planned` is the
+        """Start the run's process on a free group of devices. Its output is appended to the run's sweep.log. If the log
+        cannot be written or the process cannot be started, print the reason, and free the group again. `planned` is the
         run's plan, or None if there is none, because training would refuse the run."""
         self.waiting.remove(run)
         name, variables = group = self.free_groups.pop(0)
