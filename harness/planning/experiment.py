@@ -71,8 +71,9 @@ class Position:
 
 def find_unfinished_work(config: TrainConfig, position: Position, meta: CheckpointMeta | None) -> set[str]:
     """Return the names (see `Position.due_after`) of the work after the checkpoint's global step that is still to be
-    done: because a request to stop interrupted an evaluation, or because this is the run's last step now, and was not
-    when the checkpoint was saved. The run's budget may have been lowered since then."""
+    done. There is such work if a request to stop interrupted an evaluation, or if the step was not the run's last one
+    when the checkpoint was saved, but is now, for example because the budget was lowered. `meta` is the checkpoint's
+    meta.json; None without a checkpoint."""
     if meta is None:
         return set()
     step = meta.global_step

@@ -45,7 +45,8 @@ def read_machines(path: Path = PRICES) -> list[Machine]:
 def machine_of_run(name: str, price: float | None, prices: Path = PRICES) -> tuple[Machine, str] | None:
     """Return the machine listed in `prices` that a run is meant for, and the reason ("the run's name" or
     "price_per_hour"). It is the machine that the run is named after, as in 8xa100m40-fast, or else the first one with
-    this `price`, the run's price_per_hour. Returns None if no machine fits."""
+    this `price`, the run's price_per_hour. Returns None if no machine fits. Raises UserError as `read_machines`
+    does."""
     machines = read_machines(prices)
     for each in machines:
         named = f"{each.gpus}x{each.device.split()[0]}m{each.memory_gib:g}".lower()
