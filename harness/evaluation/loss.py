@@ -129,7 +129,7 @@ class HeldOutText:
         batches: int | None = None,
         batch_size: int = MEASURED_BATCH,
     ) -> HeldOutText:
-        """Return the text for testing a model. A dataset that is missing in `datasets_dir` is downloaded.
+        """Return the text for testing a model. A dataset that is missing in `datasets_dir` is downloaded or built.
 
         The default dataset is the one that the model was trained on. If that is not known, it is NOTEBOOK_DATASET for a
         model with GPT-2's tokenizer; for other models UserError is raised. The default split is "test" if the dataset

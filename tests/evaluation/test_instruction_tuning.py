@@ -324,7 +324,7 @@ def test_scores_stay_in_the_run_whose_folder_has_the_answers(shop: Workshop) -> 
 
 def test_a_model_that_learns_nothing_is_told_so_and_left_as_it_came(shop: Workshop) -> None:
     start = load_file(shop.runs / "r" / "checkpoints" / "best" / "model.safetensors")
-    for rate, reason in (("3", "the validation loss rose"), ("1e12", "the loss is not a number")):
+    for rate, reason in (("3", "the validation loss rose"), ("1e12", "the validation loss is not finite")):
         result = ift(
             shop, f"--data data.json --responses-only --learning-rate {rate} --responses {rate} --save m{rate}"
         )

@@ -120,7 +120,7 @@ def fine_tune(
     model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
 ) -> FineTuning:
     """Train the model on the training part for up to `max_epochs` epochs. Training stops earlier, after an epoch in
-    which the loss on the validation part rose or became NaN. Then the model gets back the weights from before that
+    which the loss on the validation part rose or was not finite. Then the model gets back the weights from before that
     epoch. At the end the model is in evaluation mode.
 
     An example whose prompt leaves no room for its answer in the context is left out. All randomness comes from the
@@ -171,7 +171,7 @@ def fine_tune(
         result.validation_losses.append(finite(after))
         if not after <= before:
             result.rose = True
-            reason = "the validation loss rose" if math.isfinite(after) else "the loss is not a number"
+            reason = "the validation loss rose" if math.isfinite(after) else "the validation loss is not finite"
             with torch.no_grad():
                 for parameter, saved in zip(model.parameters(), kept, strict=True):
                     parameter.copy_(saved)

@@ -43,8 +43,8 @@ class JudgeCache:
 
     def __init__(self, path: Path, *others: Path) -> None:
         """Create or read the file, and lock it. The answers in the files `others` are read, too, if they exist. Raises
-        UserError if another process has locked the file or if one of the files is no cache file, and RunError if the
-        file cannot be read or created."""
+        UserError if another process has locked the file or if one of the files is no cache file, RunError if the file
+        cannot be read or created, and OSError if one of the `others` cannot be read."""
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
