@@ -36,10 +36,11 @@ SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of r
 @dataclass(frozen=True)
 class Arms:
     """Arms of an experiment; the runs of an arm differ only in their seeds. `run_names` has the names of each arm's
-    runs, by the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might
-    expect them. `chance` says what the seeds change within the arms: each value of SEEDS (such as "dropout") whose seed
-    differs between two runs of the same arm. `diverged` has the names of diverged runs, by the name of their arm: runs
-    of the arm that diverged, and unfinished runs that diverged and differ from the arm's runs only in their seeds."""
+    runs, by the name of the arm. `notes` has remarks on runs that diverged, that are in no arm, or that are not in the
+    arm where one might expect them. `chance` says what the seeds change within the arms: each value of SEEDS (such as
+    "dropout") whose seed differs between two runs of the same arm. `diverged` has the names of diverged runs, by the
+    name of their arm: runs of the arm that diverged, and unfinished runs that diverged and differ from the arm's runs
+    only in their seeds."""
 
     run_names: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
