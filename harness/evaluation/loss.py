@@ -273,8 +273,9 @@ def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
 
 
 def _is_gpt2s(tokenizer: str | Path) -> bool:
-    """Return True if a tokenizer is GPT-2's or has the same tokens as GPT-2's. Raises UserError if its file cannot be
-    loaded."""
+    """Return True if a tokenizer is GPT-2's or has the same tokens as GPT-2's. If GPT-2's vocabulary is not on this
+    machine, a tokenizer file with as many tokens and the same end-of-text token counts as GPT-2's. Raises UserError if
+    the tokenizer's file cannot be loaded."""
     if not isinstance(tokenizer, Path):
         return tokenizer == "gpt2"
     loaded = load_tokenizer(tokenizer)
