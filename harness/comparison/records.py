@@ -286,12 +286,12 @@ def _unfinished_state(
     if not held and (end := _last_end(run)):
         return end
     # The next process decides it after an interrupted evaluation, and at a last step, because the run may be extended.
-    # With stop_if_diverged false, a loss that is far above its lowest value ends no run.
+    # With stop_if_diverged false, skipped steps alone end a run, at least max_skipped_steps of them.
     has_diverged = meta is not None and meta.has_diverged
     if meta is not None and (meta.interrupted_evaluation or meta.global_step == meta.last_step):
         has_diverged = False
     if meta is not None and train.get("stop_if_diverged") is False:
-        has_diverged &= meta.above_level_since is None
+        has_diverged &= meta.skipped_steps >= train["max_skipped_steps"]
     word: StateWord = "going on" if held else "diverged" if has_diverged else "stopped"
     if is_outdated:
         return State(word, "model.json or train.json asks for a different shape or budget than summary.json records")

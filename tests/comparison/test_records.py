@@ -35,13 +35,13 @@ def test_a_finished_run_is_what_its_summary_says_and_another_what_its_files_ask_
 
 
 @pytest.mark.parametrize("ends", [True, False])
-@pytest.mark.parametrize(("above_level_since", "without_end"), [(9, "stopped"), (None, "diverged")])
+@pytest.mark.parametrize(("skipped", "without_end"), [(9, "stopped"), (10, "diverged")])
 def test_a_run_with_a_high_loss_has_diverged_if_that_ends_it(
-    tmp_path: Path, ends: bool, above_level_since: int | None, without_end: str
+    tmp_path: Path, ends: bool, skipped: int, without_end: str
 ) -> None:
-    """With stop_if_diverged false, skipped steps alone end a run; another stop is to be continued."""
+    """With stop_if_diverged false, max_skipped_steps (10) alone ends a run; another stop is to be continued."""
     run = RunFolder(tmp_path, "a", {"stop_if_diverged": ends}).train_to(0)
-    run.add_checkpoint(LATEST, "latest", has_diverged=True, above_level_since=above_level_since)
+    run.add_checkpoint(LATEST, "latest", has_diverged=True, skipped_steps=skipped)
     assert RunRecord.read(run.directory).state.word == ("diverged" if ends else without_end)
 
 
