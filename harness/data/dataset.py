@@ -24,7 +24,7 @@ from harness.common.messages import REASON_CHARACTERS, nearest, quoted
 
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
-LONGEST_HUB_NAME = 96  # characters (the Hub's limit); the longer name of a draft folder stays below file systems' 255
+LONGEST_HUB_NAME = 96  # characters (the Hub's limit); a draft folder's longer name then fits into file systems' 255
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_TOKENS = 4096
 
@@ -114,7 +114,7 @@ class TokenFile:
 
     def fingerprint(self) -> str:
         """Return, in hexadecimal, the SHA-256 of the dtype, the length, and FINGERPRINT_SAMPLES samples at equal
-        distances, each of FINGERPRINT_SAMPLE_TOKENS tokens.
+        distances, each of FINGERPRINT_SAMPLE_TOKENS tokens (of all tokens if there are fewer).
 
         In practice, files that differ in tokenization, shuffle or selection of documents have different fingerprints.
         A change between the samples is not noticed if the length stays the same. Computing a fingerprint takes
@@ -241,7 +241,7 @@ def dataset_folder(datasets_dir: Path, name: str, given_as: str = "dataset") -> 
 def did_you_mean(datasets_dir: Path, name: str) -> str:
     """Return the text `; did you mean "owner/name"?`, which completes a message about a missing dataset. It names a
     dataset in DATASETS_DIR that has a train split, and whose name is similar to `name` or whose short name is `name`.
-    Return "" if there is none."""
+    Return "" if there is none, or if a dataset with exactly this name has a train split."""
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
     near = nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
@@ -275,8 +275,8 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
 
     The message names the file, the token id, and the vocab_size that the whole dataset needs. If the id is beyond the
     vocabulary in meta.json, too, the message says that the file may be damaged. The first call scans the whole file,
-    unless the file's dtype cannot hold an id beyond the vocabulary. The result is saved in DATASETS_DIR/.scans, never
-    in the dataset's folder, which may be the user's own.
+    unless the file's dtype cannot hold an id beyond the model's vocabulary. The result is saved in DATASETS_DIR/.scans,
+    never in the dataset's folder, which may be the user's own. Also raises UserError if the split cannot be read.
     """
     tokens = dataset.split(split)
     if vocab_size > np.iinfo(tokens.dtype).max:  # the dtype cannot hold a larger token id, so no scan is needed

@@ -42,9 +42,9 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
     another process of this machine downloads the dataset, wait for it. If `folder` then has files, download nothing.
 
     The environment variables HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply, as always in huggingface_hub. In
-    the main thread, SIGINT and SIGTERM end the process immediately while this runs. Raises UserError if the dataset
-    cannot be downloaded or written, if the repository lacks one of `splits`, or if a dataset of this name is being
-    prepared.
+    the main thread, SIGINT and SIGTERM end the process immediately while this runs, unless they are ignored. Raises
+    UserError if the dataset cannot be downloaded or written, if the repository lacks one of `splits`, or if the hidden
+    folder is a link or holds unfinished work of prepare_datasets.py.
     """
     work = download_work(name, folder)
     partial = _partial_folder(folder)
@@ -159,7 +159,7 @@ def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
     If the repository does not exist, it is created, as a public one if `public` is true and otherwise as a private one.
     An existing repository keeps its visibility. The card replaces its README.md. Dataset files of an earlier upload are
     deleted if the dataset no longer has them. Other files in the folder are the user's own and are not uploaded. Files
-    that the Hub already has are not sent again. Raises UserError if the upload fails.
+    that the Hub already has are not sent again. Raises UserError if a token file cannot be read or the upload fails.
     """
     again = f"prepare_datasets.py --verify {dataset.folder} --push-to-hub {name} sends what is missing"
     work = HubWork(

@@ -177,13 +177,13 @@ class TokenLoader:
         self.first_window = first_window
 
     def starts(self, index: int) -> np.ndarray:
-        """Return the positions in the split at which the windows of microbatch number `index` begin: (B,) int64."""
+        """Return the positions in `self.tokens` at which the windows of microbatch number `index` begin: (B,) int64."""
         size = self.layout.microbatch_size
         return self.order.starts(self.first_window + index * size, size)
 
     def microbatch(self, index: int, *, windows: int | None = None) -> Microbatch:
-        """Return microbatch number `index`. Microbatch 0 begins with `first_window`. The file must have all of the
-        microbatch's tokens. `windows` is the number of windows in all microbatches together; None: no limit. If the
+        """Return microbatch number `index`. Microbatch 0 begins with `first_window`. `self.tokens` must have all of
+        the microbatch's tokens. `windows` is the number of windows in all microbatches together; None: no limit. If the
         last window is not the last one of its microbatch, copies of it, which do not count, fill up the microbatch."""
         length, starts, counted = self.layout.context_length, self.starts(index), None
         if windows is not None and windows < (index + 1) * len(starts):

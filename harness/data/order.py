@@ -113,7 +113,7 @@ def interleave(weights: Sequence[float]) -> np.ndarray:
 
 
 def permute(numbers: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
-    """Return the images of `numbers`, all of them below `size`, under a random permutation of range(size), as int64.
+    """Return the images of `numbers` (each less than `size`) under a random permutation of range(size), as int64.
     `seed` determines the permutation. Time and memory do not depend on `size`.
 
     A Feistel network (`_feistel`) permutes all numbers that have as many bits as `size` needs. An image that is not

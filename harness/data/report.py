@@ -67,7 +67,8 @@ def verify(dataset: Dataset) -> list[str]:
     eot_token, dtype and counts. Also check that the tokenizer has every token id. Return a line of text for each split,
     and a line for the whole dataset.
 
-    Raises RunError with a list of all differences, or UserError if there is no dataset or a file cannot be read.
+    Raises RunError with a list of the differences, or UserError if there is no dataset or a file cannot be read. The
+    counts of a split with a token id that the tokenizer lacks are not compared.
     """
     _check_is_dataset(dataset)
     meta, tokenizer = dataset.meta, load_tokenizer(dataset.tokenizer)

@@ -91,7 +91,7 @@ class Tokenizer:
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text of each token in turn, and one more text at the end. A character of several tokens is yielded
         with its last token. Invalid UTF-8 becomes U+FFFD. The text at the end is U+FFFD if the tokens end inside a
-        character, otherwise empty."""
+        character, otherwise empty. Every id must be in the vocabulary; this is not checked."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
             yield decoder.decode(self._token_bytes[token])
@@ -274,10 +274,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
     next ones are `special_tokens`; the tokenizer that `load_bpe` returns encodes no text as any of them.
 
     The text is split into words by GPT-2's pattern, and no token spans two words. Words of more than LONGEST_WORD bytes
-    are cut. The same texts give the same file.
-    `vocab_size` is at least 257 (every byte, and end-of-text) plus the number of `special_tokens`. Raises UserError if
-    training on the texts yields fewer tokens, or a token that is spelt like a special token. Raises OSError if the file
-    cannot be written.
+    are cut. The same texts give the same file. `vocab_size` must be at least 257 (every byte, and end-of-text) plus the
+    number of `special_tokens`. Raises UserError if training on the texts yields fewer tokens, or if a byte or a learned
+    token is spelt like a special token. Raises OSError if the file cannot be written.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers

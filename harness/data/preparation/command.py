@@ -72,8 +72,8 @@ def make_dataset(
     interrupted preparation. Return the splits and the vocabulary size.
 
     `options` are the options of prepare_datasets.py by name; `held_out` is the text of --exclude. Raises UserError if
-    an option or the input is wrong. Raises RunError or KeyboardInterrupt if running the same command again can resume
-    the work.
+    an option or the input is wrong. After KeyboardInterrupt, and after RunError unless its message asks for --restart,
+    running the same command again resumes the work, or for token shards begins it anew.
     """
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before `work.open` creates folders
@@ -154,7 +154,8 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
 
 
 def _deciding(options: Mapping[str, Any], held_out: HeldOut | None) -> dict[str, Any]:
-    """Return the options that decide the contents of the dataset, as its meta.json records them."""
+    """Return the options that decide the contents of the dataset, as the journal and meta.json record them. (As the
+    value of "tokenizer", meta.json has the name of the dataset's tokenizer file or "gpt2".)"""
     deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"  # earlier versions wrote this value

@@ -36,7 +36,7 @@ from harness.data.tokenizers import Tokenizer, load_tokenizer
 BATCH_CHARACTERS = 2**20
 BATCH_PIECES = 4096
 LONGEST_PIECE = 2**20  # characters; longer texts are cut
-CUT_SEARCH = 2**16  # characters: the last part of a piece, in which a place between words is looked for to cut at
+CUT_SEARCH = 2**16  # characters at the end of a piece among which a place to cut, between words, is looked for
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Encoded:
     tokens: np.ndarray  # (tokens,) of the dataset's dtype
     sizes: np.ndarray  # (pieces, 2) int64: tokens with end-of-text, UTF-8 bytes of text
     ends: np.ndarray  # (pieces,) bool: the document ends with the piece
-    left_out: int = 0  # number of the batch's documents that are not here because they occur in a held-out split
+    left_out: int = 0  # documents that begin in the batch and are not here because they occur in a held-out split
 
 
 def encode_batches(batches: Iterable[Batch], encoder: Encoder, workers: int) -> Iterator[Encoded]:
@@ -205,8 +205,9 @@ def encoder_processes(count: int) -> Iterator[Executor]:
     """Yield an executor that runs `encode_texts` in `count` processes, or in a thread if `count` is 1. The processes
     end with this process, even if this process is killed. Raises RunError if one of the processes dies.
 
-    A process that dies while it writes a result leaves a part of it in the pool's pipe. The pool sees that only if no
-    other process has the pipe's writing end open, and would otherwise wait forever for the rest.
+    A process that dies while it writes a result leaves a part of the result in the pool's pipe. The pool waits for the
+    rest while any process has the pipe's writing end open. Therefore, this process closes its writing end, and a thread
+    ends the other processes.
     """
     context = multiprocessing.get_context("spawn")  # fork would copy locks that threads of libraries hold
     pool: Executor = ThreadPoolExecutor(1)  # starts a thread when it is used

@@ -56,8 +56,8 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
     """Download a file of a dataset at one commit to `folder`, or to huggingface_hub's cache if `folder` is None, and
     return its path. An existing file with the right hash is not downloaded again. If the hash of an existing or
     downloaded file differs from the Hub's, the file is downloaded once more, and a line about it is printed. Raises
-    UserError if the file cannot be downloaded, or if its hash is still wrong. The file, or its link in the cache, is
-    deleted in that case."""
+    UserError if the file cannot be downloaded, or if its hash is still wrong. A file with a wrong hash, or its link in
+    the cache, is then deleted."""
     place: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
     for is_last in (False, True):  # force the second download; else a damaged copy in the cache would be used
         get = partial(huggingface_hub.hf_hub_download, work.name, file.rfilename, force_download=is_last, **place)
@@ -74,8 +74,9 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
 
 def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloads: Path | None) -> HubText:
     """Return the text files of a dataset on the Hub, sorted by name, at the commit of `revision` (by default the newest
-    commit). If `include` has patterns, return only files that match one. `downloads` is described at `HubText`. Raises
-    UserError if the dataset cannot be reached, or if there are no such files."""
+    commit). If `include` has patterns, return those that match one, otherwise those for which `is_surely_text` is true.
+    `downloads` is described at `HubText`. Raises UserError if the dataset cannot be reached, or if there are no such
+    files."""
     folder = downloads or Path(constants.HF_HUB_CACHE)
     work = HubWork(name, "dataset", folder, "INPUT", "download its files, and give their folder as INPUT")
     with explained(f"{name}: no such file or folder; tried as a dataset on the Hub: "):

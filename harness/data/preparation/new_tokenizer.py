@@ -72,13 +72,15 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> list[str]:
     """Return the text to train a tokenizer on, in pieces.
 
-    Of a small text, return everything except the held-out splits. If documents are shuffled before the last ones are
-    held out, the held-out splits are not left out, because they are not known yet.
+    Of a small text, return everything except the held-out splits. A text is small if `source.sampled` chooses all files
+    and they have fewer than about SAMPLE_CHARACTERS characters. If documents are shuffled before the last ones are held
+    out, the held-out splits are not left out, because they are not known yet.
 
-    Of a large text, return about SAMPLE_CHARACTERS characters from the beginnings of the files that
-    `TextSource.sampled` chooses. If `rules.order` is "given" without a shuffle, cut off the held-out splits' shares
-    from the end of that sample. Some of the documents may be held out later. The options --exclude,
-    --max-documents and --max-tokens do not apply to the sample. Raises the errors of reading the files.
+    Of any other text, return the beginnings of the files that `source.sampled` chooses: at most about SAMPLE_CHARACTERS
+    characters together or, if these files have no more bytes than that on the disk (but compressed text), of each file.
+    If `rules.order` is "given" without a shuffle, cut off the held-out splits' shares from the end of that sample. Some
+    of the documents may be held out later. The options --exclude, --max-documents and --max-tokens do not apply to the
+    sample. Raises the errors of reading the files.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS

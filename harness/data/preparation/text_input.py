@@ -300,9 +300,9 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
 
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the text of a file in pieces, reading it block by block. A document ends at each separator, and at the end
-    of the file unless the file ends with a separator. If `form.errors` is "strict", raises RunError with the position
-    of invalid UTF-8."""
+    """Yield the text of a file in pieces, reading it block by block. A document ends at each separator. Text after the
+    last separator is a document, too. Without `form.separator`, every file is one document, even an empty file. If
+    `form.errors` is "strict", raises RunError with the position of invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(form.errors)  # drops a byte order mark, which is not text
     kept = len(form.separator) - 1 if form.separator else 0  # characters that may be the beginning of a separator
     rest, read, is_open, is_last = "", 0, False, False

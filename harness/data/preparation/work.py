@@ -176,12 +176,14 @@ class WorkFolder:
 
     def resume_or_begin(self, options: dict[str, Any], files: list[list[str]], *, restart: bool) -> Journal:
         """Return the journal of the interrupted work in this folder, or a new journal if there is no such work or if
-        `restart` is true. Also save the journal and set `self.journal`. `options` are the options that determine the
-        dataset's bytes; `files` are the [name, version] of each input file.
+        `restart` is true. Also create `self.dataset`, set `self.journal`, and save the journal and, until all text has
+        been read, `files` (in files.json). `options` are the options that determine the dataset's bytes; `files` are
+        the [name, version] of each input file.
 
-        If the interrupted work has written no tokens, new work begins if options or files have changed. If it has
-        written tokens, other options raise UserError. The option replace_invalid may be added, because all text that
-        was read without it was valid UTF-8. A damaged journal.json or files.json raises UserError, too.
+        If the journal of the interrupted work has no tokens (as always for token shards), new work begins if options or
+        files have changed. If it has tokens, other options raise UserError. The option replace_invalid may be added,
+        because all text that was read without it was valid UTF-8. A damaged journal.json or files.json raises
+        UserError, too.
 
         While the text is being read, a change of a file that was already read to the end raises UserError. If the file
         that was being read has changed, reading goes back to the last mark at the beginning of a file
@@ -231,8 +233,9 @@ class WorkFolder:
         return journal
 
     def leave(self) -> None:
-        """Delete the work folder if no tokens have been written, and then the empty parent folders that `open`
-        created. A folder that cannot be deleted stays."""
+        """Delete the work folder if its journal has no tokens (as always for token shards), and then the empty parent
+        folders that `open` created. A folder that cannot be deleted stays. Raises UserError if the journal is
+        damaged."""
         journal = _read(self.journal_path, _journal)
         if journal is None or not journal.here.total.tokens:
             with suppress(OSError):
