@@ -42,8 +42,9 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
     key of DTYPES. If a native class of transformers computes this model, the folder is in that class's format.
     Otherwise the folder also contains the model's own code.
 
-    Raises UserError if the folder exists and is not empty, if the tokenizer cannot be loaded or converted, or if it has
-    more tokens than the model. Raises RunError if the folder cannot be written. No partial folder remains.
+    Raises UserError if `folder` is a link, or exists and is not an empty folder. Also raises UserError if the tokenizer
+    cannot be loaded or converted, or has more tokens than the model. Raises RunError if the folder cannot be written.
+    No partial folder remains.
     """
     shape, kind = model.config, native_class(model.config) or OWN_TYPE
     tokenizer = files.tokenizer_file
@@ -71,9 +72,9 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
     The scripts read model.json and model.safetensors. For our own commands the folder also has a meta.json that names
     the tokenizer, and the tokenizer's file unless it is GPT-2's. `dtype` is a key of DTYPES.
 
-    Raises UserError if the notebook's program cannot compute the model, if the tokenizer cannot be loaded or has more
-    tokens than the model, or if the folder exists and is not empty. Raises RunError if the folder cannot be written. No
-    partial folder remains.
+    Raises UserError if the notebook's program cannot compute the model, or if a tokenizer other than GPT-2's cannot be
+    loaded or has more tokens than the model. Also raises UserError if `folder` is a link, or exists and is not an empty
+    folder. Raises RunError if the folder cannot be written. No partial folder remains.
     """
     shape, tokenizer, notes = model.config, files.tokenizer_file, []
     check_for_notebook(shape, files.config_source)
@@ -103,11 +104,11 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
     """Write a tokenizer to `folder` in the format of transformers: tokenizer.json and tokenizer_config.json.
-    `name_or_file` is an argument of `load_tokenizer`. `context_length` is recorded as the greatest length of a text in
-    tokens.
+    `name_or_file` is an argument that `load_tokenizer` accepts. `context_length` is recorded as the greatest length of
+    a text in tokens.
 
-    Raises UserError if the tokenizer cannot be loaded, or if the written tokenizer has another number of tokens or
-    end-of-text token, or splits SPLITTING_PROBE differently.
+    Raises UserError if the written tokenizer has another number of tokens, another end-of-text token, or another
+    encoding of SPLITTING_PROBE.
     """
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(TIKTOKEN_SUFFIX):
@@ -147,8 +148,8 @@ def _from_tiktoken(encoding: Any) -> Any:
     def spelt(token: bytes) -> str:
         return "".join(character[byte] for byte in token)
 
-    # One merge for each token of several bytes, in the order of ranks. A merge is the pair of parts into which byte
-    # pair encoding splits the token if it may use only tokens of lower rank.
+    # Find the merges, in the order of ranks. A merge is the pair of parts into which byte pair encoding splits a token
+    # of several bytes if it may use only tokens of lower rank. A token that it splits into more parts has no merge.
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[at : at + 1] for at in range(len(token))]

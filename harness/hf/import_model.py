@@ -35,9 +35,9 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     `source` is a folder with a GPT-2 in transformers' format, or with a model that Giles Thomas (github.com/gpjt) has
     published. meta.json records `name`, the model's name on the Hub, or None for a local folder.
 
-    Raises UserError if the folder holds no such model, if its weights are not those that its config.json describes, if
-    its tokenizer is damaged, or if `run` exists and is not an empty folder. Raises RunError if the run cannot be
-    written. No partial run directory remains.
+    Raises UserError if the folder holds no such model, if its weights are not those that its config.json describes, or
+    if its tokenizer is damaged. Also raises UserError if `run` is a link, or exists and is not an empty folder. Raises
+    RunError if the run cannot be written. No partial run directory remains.
     """
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():
@@ -161,8 +161,8 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     config.json holds the contents of model.json under "cfg", and every tensor's name begins with `model.`. The
     wrapper's own code is never run. It is not needed, because all it does is to pass "cfg" to the model.
 
-    Raises UserError, naming the key, if `raw` is of another type of model, or if the model computes something that our
-    models do not.
+    Raises UserError, naming the key, if `raw` is of another type of model, if "cfg" is missing or contradicts
+    "tie_word_embeddings", or if "cfg" has a key that import does not support. The values in "cfg" are not checked.
     """
     if raw.get("model_type") != NOTEBOOK_TYPE:
         kind = quoted(raw.get("model_type"))
