@@ -25,7 +25,9 @@ ONLY_DEFAULTS: dict[str, tuple[Any, ...]] = {  # the other options: every format
 }
 GPT2 = {"position": ("learned",), "norm": ("layernorm",), "qk_norm": (False,), **ONLY_DEFAULTS}
 LLAMA = {"position": ("rope",), "norm": ("rmsnorm",), "mlp": ("swiglu",), **ONLY_DEFAULTS, "moe": (None,)}
-FORMATS = {  # the values of options that each format can represent; options that are not listed can have any value
+# For each format, the values of options that it can represent. `missing_for_export` adds conditions on other options.
+# All remaining options can have any value.
+FORMATS = {
     "gpt2": {**GPT2, "mlp": ("gelu", "relu2"), "moe": (None,)},
     "llama": {**LLAMA, "qk_norm": (False,)},
     "qwen3": {**LLAMA, "qk_norm": (True,), "linear_bias": (False,)},

@@ -26,7 +26,8 @@ CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 NO_DETERMINISTIC_FORM = "does not have a deterministic implementation"  # part of torch's error message
 
-CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention may round a drop rate to multiples of 1/16; 9.19 did not (docs/LOG.md)
+# cuDNN's attention may round a drop rate to multiples of 1/16; cuDNN 9.19 did not (docs/LOG.md).
+CUDNN_DROPOUT_STEPS = 16
 # Values of train.json's `attention`, with torch's names of the kernels and its functions that test whether a kernel can
 # compute a call on this GPU
 ATTENTION = {

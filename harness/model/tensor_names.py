@@ -63,7 +63,7 @@ def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[
         if found is None:
             faults.append(f"tensor {name} {list(shape)} is missing")
         elif found != shape:
-            faults.append(f"tensor {name} is {list(found)} in the file, {list(shape)} in model.json")
+            faults.append(f"tensor {name} is {list(found)} in the file, {list(shape)} in the model")
         elif dtype not in LOADABLE:
             faults.append(f"tensor {name} is {dtype}; weights are fp64, fp32, fp16 or bf16")
     faults += [f"tensor {name} is not in the model" for name in sorted(offered.keys() - wanted.keys())]

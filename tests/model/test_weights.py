@@ -92,8 +92,8 @@ def test_files_that_are_taken(tied: bool, change: Change, tmp_path: Path) -> Non
         (False, without("out_head.weight"), "tensor out_head.weight [97, 48] is missing"),
         (False, without("tok_emb.weight"), "tensor tok_emb.weight [97, 48] is missing"),
         (True, without("out_head.weight", "tok_emb.weight"), "tensor tok_emb.weight [97, 48] is missing"),
-        (False, with_one(NORM, torch.zeros(17)), f"tensor {NORM} is [17] in the file, [48] in model.json"),
-        (True, with_one("pos_emb.weight", torch.ones(25, 48)), "is [25, 48] in the file, [24, 48] in model.json"),
+        (False, with_one(NORM, torch.zeros(17)), f"tensor {NORM} is [17] in the file, [48] in the model"),
+        (True, with_one("pos_emb.weight", torch.ones(25, 48)), "is [25, 48] in the file, [24, 48] in the model"),
         *(
             (
                 False,
@@ -109,7 +109,7 @@ def test_files_that_are_taken(tied: bool, change: Change, tmp_path: Path) -> Non
         (
             False,
             lambda _: random_model(shape(emb_dim=64)).to_checkpoint_names(),
-            "tensor tok_emb.weight is [97, 64] in the file, [97, 48] in model.json; tensor pos_emb.weight is",
+            "tensor tok_emb.weight is [97, 64] in the file, [97, 48] in the model; tensor pos_emb.weight is",
         ),
         (False, lambda _: random_model(shape(emb_dim=64)).to_checkpoint_names(), "and 41 more"),
     ],

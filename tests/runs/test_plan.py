@@ -354,7 +354,7 @@ def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop) -> No
     with pytest.raises(UserError, match=re.escape(f"{weights}: not a readable safetensors file")):
         plan(shop)
     write(emb_dim=32)
-    words = "not the model's weights: tensor tok_emb.weight is [64, 32] in the file, [64, 16] in model.json"
+    words = "not the model's weights: tensor tok_emb.weight is [64, 32] in the file, [64, 16] in the model"
     assert shop.attempt().refuses(words) == f"error: {refusal(plan, shop, begins='')}"
     write()
     assert rows(shop)["starts from"].replace(" ", "") == str(weights)
