@@ -16,7 +16,8 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
     empty, and print a line about it. A folder that holds the splits is left unchanged, without a network call.
 
     Several processes of one machine may call this at the same time. Raises UserError if the name or meta.json is
-    invalid, if the folder or the obtained dataset lacks a split or another file, or if the dataset cannot be obtained.
+    invalid, if the folder or the obtained dataset lacks a split or a file that meta.json lists, or if the dataset
+    cannot be obtained.
     """
     folder = dataset_folder(datasets_dir, name)
     if not is_present(datasets_dir, name, splits):
@@ -45,7 +46,7 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
 
 def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hub: bool) -> None:
     """Raise UserError if the name of a dataset is invalid, if its folder has files but lacks one of the splits, or if
-    the dataset is not on this machine and no builtin dataset or Hub repository can provide it. Downloads nothing.
+    the dataset is not on this machine, is no builtin dataset, and is not available from the Hub. Downloads nothing.
 
     If the dataset would come from the Hub and `ask_hub` is true, request its list of files from the Hub, and raise
     UserError also as `list_dataset_files` does. If `ask_hub` is false, make no network call, and assume that the Hub
