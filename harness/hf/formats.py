@@ -93,8 +93,8 @@ def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
 
 
 def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
-    """Return the model's tensors under their names in transformers' class `kind`; some of the tensors are views. If the
-    class has biases or norm gains that the model lacks, return zeros or ones for them. If `kind` is OWN_TYPE, return
+    """Return the model's tensors under their names in transformers' class `kind`; some of the tensors are views. For
+    biases that the model lacks, return zeros, and for norm gains that it lacks, ones. If `kind` is OWN_TYPE, return
     the tensors under their names in DdpPretrainForCausalLM, the class that is exported together with the model."""
     shape, ours = model.config, model.state_dict()
     if kind == OWN_TYPE:
