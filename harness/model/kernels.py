@@ -77,8 +77,8 @@ def run_eagerly(model: nn.Module) -> None:
 
 
 def missing_tool(device: torch.device) -> str | None:
-    """Return the name of a tool that torch.compile needs for `device` and that is not installed, with the way to
-    install it, or None if nothing is missing. The tools are a compiler and Python.h. If CC (on a CPU: CXX) is set, the
+    """Return the name of a missing tool that torch.compile needs for `device`, with the way to install it. Return None
+    if nothing is missing. The tools are a compiler and Python.h. If CC (on a CPU: CXX) is set, the
     compiler is not checked. Without this check torch.compile would fail, but only minutes later."""
     language, variable, names = (
         ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++", "clang++"))
