@@ -78,8 +78,8 @@ def run_eagerly(model: nn.Module) -> None:
 
 def missing_tool(device: torch.device) -> str | None:
     """Return the name of a missing tool that torch.compile needs for `device`, with the way to install it. Return None
-    if nothing is missing. The tools are a compiler and Python.h. If CC (on a CPU: CXX) is set, the
-    compiler is not checked. Without this check torch.compile would fail, but only minutes later."""
+    if nothing is missing. The tools are a compiler and Python.h. If CC (on a CPU: CXX) is set, the compiler is not
+    checked. Without this check torch.compile would fail, but only minutes later."""
     language, variable, names = (
         ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++", "clang++"))
     )
