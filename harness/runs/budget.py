@@ -114,7 +114,7 @@ def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str,
 
 def wanted_tokens(train: Mapping[str, Any], recorded: Budget | None) -> int | None:
     """Return the number of tokens of a whole run: that of the `recorded` budget if `train` still has this budget, else
-    `train`'s `min_train_tokens`, not rounded up to whole batches. Returns None if neither gives a number."""
+    `train`'s `min_train_tokens`, not rounded up to whole batches. Returns None if neither gives a number above 0."""
     if recorded is not None and train.get(recorded.key) == recorded.value:
         return recorded.tokens
     tokens = train.get("min_train_tokens")

@@ -41,8 +41,9 @@ ACCURACIES = ("acc_norm", "acc", "exact_match")
 
 def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
     """Draw the chart of the file `metrics` into the PNG file `picture`: training loss (mean, and range over
-    microbatches) and validation loss over global steps, and below them benchmark accuracies, if there are any. An
-    existing picture is replaced in one rename. Raises OSError if a file cannot be read or written."""
+    microbatches) and validation loss over global steps, with marks at the steps whose loss is not finite, and below
+    them benchmark accuracies, if there are any. An existing picture is replaced in one rename. Raises OSError if a file
+    cannot be read or written."""
     events = read_metrics(metrics)
     accuracies = benchmark_lines(events)
     # an installed font of the xkcd family

@@ -62,7 +62,7 @@ class Progress(BaseModel):
     loss_count: RecordedCount = 0  # number of these microbatches
     foreign_tokens: RecordedCount = 0  # part of tokens_seen that another program trained on; has no recorded seconds
     # Where the measurement of the speed began: at the start of training, or where it last resumed with another batch,
-    # with other kernels or on another machine.
+    # with other kernels, on another machine, or from a checkpoint of an earlier version or of another program.
     measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
     measured_from_tokens: RecordedCount = 0
     measured_from_seconds: Seconds = 0.0  # seconds of training
@@ -121,9 +121,10 @@ class TrainState(Progress):
         The level is the exponential moving average of the loss, in which a new report has the weight 2 / `patience`
         (the first `patience` / 2 reports have equal weights). The run has diverged if the level has been more than
         DIVERGED_BY above its lowest value for at least `patience` times `interval` global steps, and the last
-        validation loss, if there is one, is more than DIVERGED_BY / 2 above the lowest validation loss. Before a loss
-        enters the average, it is capped at the lowest level plus twice DIVERGED_BY; a loss that is not finite counts as
-        this cap. So a spike, however high, is forgotten after a few more reports.
+        validation loss, if there is one, is more than DIVERGED_BY / 2 above the lowest validation loss. Once the first
+        `patience` / 2 reports have given a lowest level, each loss is capped at this level plus twice DIVERGED_BY
+        before it enters the average, and a loss that is not finite counts as this cap. Until then, losses that are not
+        finite are left out. So a spike, however high, is forgotten after a few more reports.
 
         A loss that has fallen is detected if it then rises, suddenly or slowly, to the loss of random guessing, to a
         plateau or to NaN. A loss that never fell, and a rise of less than DIVERGED_BY, are not detected. Without

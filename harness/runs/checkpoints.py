@@ -258,9 +258,10 @@ def verify_checkpoint(path: Path) -> None:
     """Compare every file that a checkpoint's meta.json lists with its hash there.
 
     Raises UserError as `read_meta` does. Also raises UserError if weights or states have no hash, or if a listed file
-    is missing, is damaged, or is a link that leads out of the checkpoint; the message names the first such file. Also
-    raises UserError if the training program of Giles Thomas's lab notebook (upstream.py) wrote the checkpoint, because
-    that program's meta.json has no hashes. Raises OSError if a file cannot be read.
+    has no plain name (see `check_name`), is missing, is damaged, or is a link that leads out of the checkpoint; the
+    message names the first such file. Also raises UserError if the training program of Giles Thomas's lab notebook
+    (upstream.py) wrote the checkpoint, because that program's meta.json has no hashes. Raises OSError if a file cannot
+    be read.
     """
     meta, verified = read_meta(path), path.resolve()
     if meta.is_from_notebook:

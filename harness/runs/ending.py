@@ -71,7 +71,7 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
     If rank 0 does not take the run's lock, no message is sent and the command does not run. Does nothing if train.json
     has neither key.
 
-    Before it exits, the calling process waits until the command has ended. A calling process that torchrun started does
+    Before it exits, the calling process waits until the watcher has ended. A calling process that torchrun started does
     not wait, because the command runs only once torchrun has ended: torchrun may start its ranks again.
     """
     if config.on_end is None and config.notify is None:

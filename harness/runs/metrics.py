@@ -24,7 +24,8 @@ from harness.runs.checkpoint_meta import CheckpointMeta
 
 PHASES = ("setup", "training", "validation", "benchmarks", "checkpointing")
 
-# None stands for a number that is not finite (JSON cannot express it) or that an earlier version did not write.
+# None stands for a number that is not finite (JSON cannot express it), that is not known (as the MFU on an unknown
+# device), or that an earlier version did not write.
 MaybeNumber = Annotated[int | float | None, BeforeValidator(finite)]
 
 

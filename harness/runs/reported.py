@@ -93,8 +93,8 @@ class Reported(BaseModel):
 
     @property
     def layout(self) -> BatchLayout | None:
-        """Batch layout (devices, accumulation steps, microbatch size, context length), or None if the figures do not
-        determine it."""
+        """Batch layout (devices, accumulation steps, microbatch size, context length), or None if `figures` and `model`
+        do not determine it."""
         microbatch, sequences = self.value("microbatch_size"), self.value("global_batch_size")
         context = (self.model or {}).get("context_length")
         if not microbatch or not sequences or not isinstance(context, int) or microbatch % 1:

@@ -44,11 +44,11 @@ class Recorded(BaseModel):
 class MeasuredWeights(Recorded):
     """The weights that were measured. Weights with the same SHA-256 are the same."""
 
-    checkpoint: str  # the name of its folder
+    checkpoint: str  # the name of its folder; IMPORTED (trained_model.py) for an imported model
     sha256: str  # of model.safetensors
     global_step: RecordedCount | None = None
     tokens_seen: RecordedCount | None = None
-    is_best: bool = False  # True if the link `best` pointed to the checkpoint when it was measured
+    is_best: bool = False  # True if the link `best` pointed to the checkpoint when it was measured, or if imported
     is_latest: bool = False  # the same for the link `latest`
 
 
@@ -147,9 +147,9 @@ class BenchmarkResult(Result):
 
 
 class InstructionResult(Result):
-    """Scores from 0 to 100 that a judge gave to a model's answers. The scores of two models are comparable if they come
-    from the same judging. Scores of models that were judged alone are also comparable if judge, URL, prompt, questions,
-    questions without a score and repeats are the same."""
+    """Scores from 0 to 100 that a judge gave to a model's answers. The scores of two models are comparable if the two
+    were judged together, or each alone. Judge, URL, prompt, questions, questions without a score, and repeats must also
+    be the same."""
 
     same: ClassVar[tuple[str, ...]] = (
         *("judge", "base_url", "prompt", "questions_sha256", "answers_sha256", "judging", "repeats"),
@@ -232,8 +232,8 @@ def _write(run: RunDirectory, name: str, content: bytes, what: str) -> Path:
 
 
 def read_results(run: RunDirectory) -> Results:
-    """Return all results of a run. A file that cannot be read, or a loss result whose loss is not the mean of its
-    windows' losses, is not a result but a problem."""
+    """Return all results of a run, except those of microbatch searches. A file that cannot be read, or a loss result
+    whose loss is not the mean of its windows' losses, is not a result but a problem."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
         if path.name.startswith(SEARCH_PREFIX):

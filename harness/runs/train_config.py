@@ -206,7 +206,8 @@ class TrainConfig(RunFile):
     compile: Annotated[bool | Literal["auto"], Affects.SPEED] = "auto"
     """torch.compile; auto: on CUDA only."""
     attention: Annotated[Literal["auto", "cudnn", "flash", "efficient"], Affects.SPEED] = "auto"
-    """The attention kernel on CUDA; auto: FlashAttention 3 or 4 if it is installed, else torch chooses."""
+    """The attention kernel on CUDA; auto: FlashAttention 3 or 4 if it is installed and can compute this model's
+    attention (without dropout, not in fp32), else torch chooses."""
     deterministic: Annotated[bool, Affects.SPEED] = False
     """Bitwise equal results every time, also with CUDA or compile; slower."""
     bucket_mb: Annotated[Positive | None, Affects.SPEED] = None

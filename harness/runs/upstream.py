@@ -1,7 +1,8 @@
 """Files of the training program of Giles Thomas's lab notebook: the keys of its train.json, and its checkpoints. This
 project calls the program "upstream" or "the notebook". Our formats come from its train.json and checkpoints.
 
-An upstream checkpoint holds model.safetensors, optimizer.pt (AdamW's state dict), scaler.pt and a short meta.json.
+An upstream checkpoint holds model.safetensors, a short meta.json and, usually, optimizer.pt (AdamW's state dict) and
+scaler.pt.
 """
 
 from __future__ import annotations
