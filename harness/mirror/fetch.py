@@ -44,8 +44,8 @@ def step_of(name: str) -> int:
 
 
 def recency(name: str) -> tuple[int, str]:
-    """Return a sort key for the names of checkpoints: by step, and of the same step by date. A later one of the same
-    step follows an evaluation that was interrupted after that step."""
+    """Return a sort key for the names of checkpoints: by step, and of the same step by date. A step has a second
+    checkpoint if a resumed run did work after that step, such as an interrupted evaluation."""
     return step_of(name), name
 
 
@@ -89,8 +89,9 @@ def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, Checkp
 
 def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
     """Return name and meta.json of the newest whole checkpoint in the mirror if it is newer (see `recency`) than the
-    one that the run would continue from without the mirror. Return None otherwise. Nothing is fetched. Raises RunError
-    if the mirror cannot be read, and UserError as `choose_start` and `refuse_if_set_aside` do."""
+    one that the run would continue from without the mirror. Return None otherwise. Checkpoints that the run has left
+    (see `left_by_going_back`) are ignored. Nothing is fetched. Raises RunError if the mirror cannot be read, and
+    UserError as `choose_start` and `refuse_if_set_aside` do."""
     try:
         files = without_left(run, mirror.files())
         found = newest_in_mirror(mirror, files)
@@ -105,16 +106,18 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
 
 def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     """If the newest whole checkpoint in the mirror is newer (see `recency`) than the one that the run would continue
-    from here, fetch it, with its metrics and results and the best checkpoint. Return its name, or None if no checkpoint
-    was fetched.
+    from here, fetch it, with its results, metrics, summary and chart, and with the best checkpoint. Checkpoints that
+    the run has left (see `left_by_going_back`) are ignored. Return the name of the checkpoint, or None if none was
+    taken from the mirror.
 
-    `check` raises UserError if the checkpoint is not one of this run; it is called before anything is fetched. A
+    `check` raises UserError if the checkpoint is not one of this run; it is called before the checkpoint is fetched. A
     damaged checkpoint in the mirror (a file is missing or does not have the hash that meta.json gives, or meta.json
     cannot be read) is skipped with a warning, and an older one is taken. If the run's own latest checkpoint is damaged
     and the mirror has no newer one, the mirror's copy replaces it, and the damaged one is moved to a folder below
     `aside/`. An interrupted download resumes. A local metrics.jsonl that is not the beginning of the mirror's is moved
-    to a folder below `aside/`. Raises RunError if the mirror cannot be read. Raises UserError as `check`,
-    `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are damaged and there is none here.
+    to a folder below `aside/`. Raises RunError if the mirror cannot be read or a file cannot be moved. Raises UserError
+    as `check`, `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are damaged and there is none
+    here.
     """
     there, brought, is_damaged = retried(mirror, mirror.files), None, False
     files = without_left(run, there)
@@ -171,8 +174,8 @@ def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
 
 
 def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
-    """Return the name of the checkpoint that the run would continue from, if it is damaged here and is among the
-    mirror's `files`, or else None. If it is, print a note. Raises UserError as `choose_start` does."""
+    """If the checkpoint that the run would continue from is damaged here and is among the mirror's `files`, print a
+    note and return its name. Otherwise return None. Raises UserError as `choose_start` does."""
     start = choose_start(run.checkpoints, None)
     if start is None or f"checkpoints/{start.name}/{META}" not in files:
         return None
@@ -206,9 +209,10 @@ def is_set_aside(files: dict[str, int], name: str) -> bool:
 def _bring_checkpoint(
     run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta, damaged: str | None
 ) -> bool:
-    """Fetch a checkpoint and all that belongs to it, and set the links `latest` and `best`. Return False if it is
-    damaged in the mirror. `damaged` names a checkpoint that is damaged here: once a whole copy has been fetched, the
-    damaged one is moved to a folder below `aside/`.
+    """Fetch a checkpoint and all that belongs to it, and set the links `latest` and `best`. If the checkpoint is
+    already here and is not `damaged`, only set the links. Return False if it is damaged in the mirror. `damaged` names
+    a checkpoint that is damaged here: once a whole copy has been fetched, the damaged one is moved to a folder below
+    `aside/`.
 
     The checkpoint gets its name after all other files have been fetched. If this process is killed before that, the
     next process fetches what is missing; if it is killed later, no file is missing.
@@ -312,7 +316,7 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
 def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> None:
     """Replace metrics.jsonl with the mirror's. If the local file is not the beginning of that file, it is first moved
     to a folder below `aside/`. Prints a warning if the mirror's file ends before the checkpoint of `meta`. Raises
-    RunError if the mirror cannot be read."""
+    RunError if the mirror cannot be read, or if the move fails."""
     content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
     if len(content) < meta.metrics_bytes:
         tell(
@@ -328,8 +332,8 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> No
 
 def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, int], meta: CheckpointMeta) -> None:
     """Replace the run's summary and chart by those in the mirror, unless the mirror's summary is damaged or describes
-    steps after those of `meta`. Unless the summary here is equal to the new one, it is first moved, with the chart, to
-    a folder below `aside/`. Raises RunError if the mirror cannot be read, or if a move fails."""
+    steps after those of `meta`. A summary here is first moved, with the chart, to a folder below `aside/`, unless an
+    equal one replaces it. Raises RunError if the mirror cannot be read, or if a move fails."""
     wanted = [path for path in (run.summary, run.chart) if path.name in files]
     contents = {path: retried(mirror, partial(mirror.read, path.name)) or b"" for path in wanted}
     if tokens_of_summary(contents.get(run.summary)) > meta.tokens_seen:

@@ -68,13 +68,15 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
     """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. model.json,
     train.json, results and compiled code are not replaced if they are there. Summary, chart and metrics are replaced
-    unless the run here has a newer checkpoint than the mirror, has the mirror's newest one in `aside/`, or is being
-    trained; see also `_may_replace_summary` and `_may_replace_metrics`. The mirror's owner.json is written into the
-    run's lock file.
+    unless the run here has a newer checkpoint than the mirror, has left the mirror's newest one (see
+    `left_by_going_back`), or is being trained; see also `fetch_results`, `_may_replace_summary` and
+    `_may_replace_metrics`. If they may be replaced and the mirror has no summary, a summary here whose last checkpoint
+    was set aside in the mirror is moved, with the chart, to a folder below `aside/`. Unless the run is being trained
+    here, the mirror's owner.json is written into the run's lock file.
 
     Raises UserError as `open_mirror` and `refuse_if_set_aside` do, if there is no such run, or if the run here is
     another experiment or is the mirror itself. With weights, also raises UserError if another process uses the run, or
-    as `bring` does. Raises RunError if the mirror cannot be read.
+    as `bring` does. Raises RunError if the mirror cannot be read, or if a move fails.
     """
     mirror = open_mirror(url, name, writes=False)
     run = RunDirectory(runs_dir / name)
@@ -164,10 +166,10 @@ def _files_of(mirror: Mirror) -> dict[str, int]:
 
 
 def follow_run(url: str, name: str) -> Iterator[str]:
-    """Yield a line for each training and validation loss of a run in a mirror: those that are there, then new ones as
-    they come. If the run goes back to an earlier checkpoint, a line says so, and the losses are yielded from the
-    beginning again. Ends when no machine trains the run any more, or its machine was silent for LEASE_SECONDS; the last
-    line says which. Raises UserError if there is no such run, and UserError or RunError if the mirror cannot be
+    """Yield a line for each finite training and validation loss of a run in a mirror: those that are there, then new
+    ones as they come. If the run goes back to an earlier checkpoint, a line says so, and the losses are yielded from
+    the beginning again. Ends when no machine trains the run any more, or its machine was silent for LEASE_SECONDS; the
+    last line says which. Raises UserError if there is no such run, and UserError or RunError if the mirror cannot be
     read."""
     mirror = open_mirror(url, name, writes=False)
     _files_of(mirror)
@@ -202,8 +204,9 @@ def follow_run(url: str, name: str) -> Iterator[str]:
 
 def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     """Send a run's newest and best checkpoint and all its small files to a mirror, and return the URL of the run's
-    folder there. Checkpoints there that are in `aside/` here are set aside, with their measurements, and summary and
-    chart are deleted if there are none here. With `take_over`, the run is taken from another machine that trains it.
+    folder there. Checkpoints there that the run here has left (see `left_by_going_back`) are set aside, with their
+    measurements, and summary and chart are deleted if there are none here. Incomplete checkpoints there are deleted.
+    With `take_over`, the run is taken from another machine that trains it.
 
     Raises UserError if the mirror cannot be opened or is the run's own folder, if a process here trains the run, if
     another machine trains it (without `take_over`) or takes it meanwhile, if the mirror holds another experiment or a

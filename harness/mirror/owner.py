@@ -54,7 +54,7 @@ class Lease:
         """Write owner.json and keep it fresh from now on. If another machine is the owner and has been heard from
         within LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at
         once. Without either of them, raises a UserError that names the other machine. Raises RunError if owner.json
-        cannot be read or written, even after retries."""
+        cannot be written, or (except during the wait) cannot be read, even after retries."""
         told = False
         while not take_over:
             try:

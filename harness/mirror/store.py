@@ -216,7 +216,7 @@ def _known_hosts_only() -> Any:
 
 def check_url(url: str) -> str:
     """Return the scheme of a mirror's URL. Raises UserError if the scheme is not known, if a part is missing, if a
-    file:// path is not absolute, if the URL has `..`, `::` or a character of a pattern, or if it has a query or
+    file:// path is not absolute, if the URL has `..`, `::` or one of the characters `*[]#`, or if it has a query or
     credentials, which would be recorded in the run's files."""
     scheme, separator, rest = url.partition("://")
     shown = quoted(printable_url(url))

@@ -121,9 +121,9 @@ class Uploads:
         return [*(path.name for path in self._wanted() if path.name not in self._whole | self.damaged), *changed]
 
     def verify(self) -> None:
-        """Find checkpoints among the newest and the best one that are damaged or have no hashes, so that no machine
-        could fetch them, and `push` does not send them. Reads all their files. (Training does not call it, because it
-        has written the files itself.)"""
+        """Find out whether the newest or the best checkpoint is damaged or has no hashes, and print a warning if so.
+        `push` does not send such a checkpoint, because no machine could fetch it. Reads all files of both. (Training
+        does not call it, because it has written the files itself.)"""
         for path in self._wanted():
             try:
                 verify_checkpoint(path)
@@ -132,8 +132,9 @@ class Uploads:
                 self.damaged.add(path.name)
 
     def push(self) -> None:
-        """Send everything that has changed, once, and delete old checkpoints (see `_prune`). The first call also calls
-        `_set_aside`. Raises LeaseLost if another machine has taken the run, and the errors of the store."""
+        """Send everything that has changed, once, and delete incomplete and old checkpoints (see `_delete_incomplete`
+        and `_prune`). The first call also calls `_set_aside`. Raises LeaseLost if another machine has taken the run,
+        and the errors of the store."""
         if self.lease is not None:
             self.lease.check()
         there = self.mirror.files()
@@ -275,11 +276,13 @@ class Uploads:
                     yield f"{folder.name}/{path.name}", path
 
     def _set_aside(self, there: dict[str, int]) -> None:
-        """Rename the meta.json of checkpoints later than the step that this process continues from, and of those that
-        the run here has left by going back, so that no machine continues from them: the run was set back to an earlier
-        step, or they are damaged. Their other files stay. If there are such checkpoints, delete summary and chart. Also
-        move their measurements to RESULTS_ASIDE. Summary, chart and measurements that the run's folder still has are
-        left alone. Does the same to `there`, the sizes of the mirror's files."""
+        """Rename the meta.json of two kinds of checkpoints, so that no machine continues from them. Checkpoints of the
+        first kind are later than the step that this process continues from, because the run was set back or because
+        they are damaged. Checkpoints of the second kind were left here by going back, and are later than all
+        checkpoints that are both here and in the mirror. The other files of these checkpoints stay. If there are such
+        checkpoints, delete summary and chart. Also move their measurements to RESULTS_ASIDE. Summary, chart and
+        measurements that the run's folder still has are left alone. Does the same to `there`, the sizes of the mirror's
+        files."""
         stale, is_left_here = set[str](), left_by_going_back(self.run, there)
         # Another machine may have continued from one that was left here, up to a checkpoint that was fetched since.
         here = list_checkpoints(self.run.checkpoints)
@@ -315,8 +318,9 @@ class Uploads:
                     self.mirror.delete(f"checkpoints/{name}")
 
     def _prune(self, there: dict[str, int]) -> None:
-        """Delete checkpoints by the rule of `keep_checkpoints`, the meta.json of each first. Does nothing unless the
-        newest and the best checkpoint are whole. Checkpoints that were set aside stay."""
+        """Delete checkpoints by the rule of `keep_checkpoints`, the meta.json of each first. Does nothing if `keep` is
+        None, or if the newest or the best checkpoint is neither whole in the mirror nor damaged here. Checkpoints that
+        were set aside stay."""
         wanted = {path.name for path in self._wanted()}
         if self.keep is None or not wanted <= self._whole | self.damaged:
             return
