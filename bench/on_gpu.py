@@ -122,7 +122,13 @@ def measured_rows(bench: Workbench) -> list[str]:
 @click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
 @click.argument("stages", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path), help="File for the numbers.  [default: on_gpu[_tiny].json]")
-@click.option("--seconds", type=float, default=SECONDS, show_default=True, help="Time limit of all stages together.")
+@click.option(
+    "--seconds",
+    type=float,
+    default=SECONDS,
+    show_default=True,
+    help="Time limit of a run of all stages. Each stage has a fixed share of it.",
+)
 @click.option("--tiny", is_flag=True, help="Rehearse with shapes that are small enough for a CPU.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=ROOT / "runs", help="Folder of the shipped runs.")
 def main(stages: tuple[str, ...], out: Path | None, seconds: float, tiny: bool, runs_dir: Path) -> None:

@@ -1,4 +1,5 @@
-"""Stages of the benchmark bench/on_gpu.py that run without ddp_train.py: single kernels, NCCL, and nanoGPT's step."""
+"""Stages of the benchmark bench/on_gpu.py that run without ddp_train.py: single kernels, NCCL, and training steps of
+nanoGPT and of this program."""
 
 from __future__ import annotations
 

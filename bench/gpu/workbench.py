@@ -61,7 +61,7 @@ class Workbench:
         return json.loads(self.out.read_text(encoding="utf-8"))["rows"] if self.out.exists() else []
 
     def add(self, table: str, **values: Any) -> None:
-        """Print a row and add it to the results file."""
+        """Print a row, with floats rounded to five digits, and add it to the results file."""
         rounded = {key: float(f"{each:.5g}") if isinstance(each, float) else each for key, each in values.items()}
         row = {"table": table, "stage": self.stage, **rounded}
         print(json.dumps(row), flush=True)
@@ -72,7 +72,7 @@ class Workbench:
         self._write([row for row in self.rows() if row["stage"] != self.stage])
 
     def _write(self, rows: list[Row]) -> None:
-        """Replace the results file by one rename. Only one process at a time may do so."""
+        """Replace the results file by one rename. Only one process at a time may call this."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
         replace_text(self.out, json.dumps({"rows": rows}, indent=1))
 
