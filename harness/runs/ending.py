@@ -185,7 +185,7 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
     thread.start()
     thread.join(NOTIFY_SECONDS)
     for fault in faults:
-        warn(f'notify: the message "{event}" was not received: {fault}; check the URL in train.json')
+        warn(f'notify: the message "{event}" was not confirmed: {fault}; check the URL in train.json')
 
 
 def send_rest(run: RunDirectory, url: str) -> str | None:

@@ -231,7 +231,7 @@ class TrainConfig(RunFile):
     report_interval: Annotated[Positive, Affects.NOTHING] = 10
     """Global steps between reports."""
     max_skipped_steps: Annotated[Positive, Affects.NOTHING] = 10
-    """The run ends, as diverged, after this many consecutive steps whose gradients are not finite."""
+    """The run ends, as diverged, if the gradients of this many steps in a row, up to a report, were not finite."""
     stop_if_diverged: Annotated[bool, Affects.NOTHING] = True
     """End a run whose training loss has long been far above its own lowest level."""
     price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(default=None, ge=0, le=LARGEST_PRICE)

@@ -260,9 +260,9 @@ def test_a_url_that_refuses_or_does_not_answer_changes_nothing(
     url, _ = listener
     shop.add_run("refused", min_train_tokens=640, notify=f"{url}/refuses-secret")
     done = shop.train("refused")
-    assert done.stderr.count("was not received: HTTPError 403") == 2
+    assert done.stderr.count("was not confirmed: HTTPError 403") == 2
     assert "secret" not in done.stdout + done.stderr
     shop.add_run("refused", min_train_tokens=1280, notify="http://127.0.0.1:9/secret", on_end=ON_END)
     done = shop.train("refused")
-    assert 'warning: notify: the message "end" was not received: URLError' in done.stderr
+    assert 'warning: notify: the message "end" was not confirmed: URLError' in done.stderr
     assert endings(shop.runs / "refused") == ["finished refused"]
