@@ -45,7 +45,8 @@ def step_of(name: str) -> int:
 
 def recency(name: str) -> tuple[int, str]:
     """Return a sort key for the names of checkpoints: by step, and of the same step by date. A step has a second
-    checkpoint if a resumed run did work after that step, such as an interrupted evaluation."""
+    checkpoint if a resumed run did work after that step, such as an interrupted evaluation, or reached a ceiling before
+    the next step."""
     return step_of(name), name
 
 
