@@ -124,7 +124,7 @@ def share_dropped(rate: float, heads: int = 512, size: int = 64) -> float:
 
 def measure_loss(bench: Workbench) -> None:
     """Record the time of the output head and the loss alone, in all and per token, by the number of logits in a chunk:
-    forward under bf16 autocast and backward, compiled as in training."""
+    forward under bf16 autocast and backward, compiled as in training (except in a rehearsal)."""
     model, train = bench.shipped()
     vocab, width = model["vocab_size"], model["emb_dim"]
     rows, exponents = train["microbatch_size"] * model["context_length"], (12, 14) if bench.tiny else (27, 28, 29, 30)
@@ -147,8 +147,8 @@ def measure_loss(bench: Workbench) -> None:
 
 def measure_nanogpt(bench: Workbench) -> None:
     """Record the times of a training step by nanoGPT (its model is in bench/references.py) and by ddp_train.py with a
-    model of the same shape, in turns: compiled, in bf16, without dropout, with the fused AdamW and clipping. The batch
-    has the size of the shipped run's microbatch, and random tokens."""
+    model of the same shape, in turns: compiled (except in a rehearsal), in bf16, without dropout, with the fused AdamW
+    and clipping. The batch has the size of the shipped run's microbatch, and random tokens."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT does; no product here is in fp32
     keys, changes = {"drop_rate": 0.0, "tie_weights": True, "qkv_bias": True}, {"clipping_max_norm": 1.0}
     bench.add_run("nanogpt", keys, {**changes, "compile": not bench.tiny})
