@@ -25,7 +25,7 @@ from harness.distributed.world import World, say
 from harness.evaluation.benchmarks.run import Score
 from harness.model.kernels import attention_in_use
 from harness.model.precision import Precision
-from harness.planning.experiment import changed_settings
+from harness.planning.experiment import changed_settings, changes_of_result
 from harness.runs.checkpoint_meta import CheckpointMeta, TrainState, epochs_of
 from harness.runs.checkpoints import Checkpoint
 from harness.runs.metrics import (
@@ -39,6 +39,7 @@ from harness.runs.metrics import (
 )
 from harness.runs.summary import read_summary, summarize, write_summary
 from harness.runs.throughput import cost, mfu
+from harness.runs.train_config import BUDGETS
 from harness.training.chart_process import ChartProcess
 from harness.training.loss_meter import TrainMetrics
 from harness.training.pace import SlowRanks
@@ -360,6 +361,9 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
     # Use this process's values only for keys that a checkpoint of an earlier version lacks.
     missing = {key: value for key, value in machine_and_batch(prepared, world).items() if not getattr(meta, key)}
     if meta.last_step not in (None, meta.global_step):  # the budget has been lowered to this step
-        missing |= {"train": prepared.provenance.train, "budget": prepared.budget}
+        train = meta.train | {key: prepared.provenance.train[key] for key in (*BUDGETS, "epochs")}
+        missing |= {"train": train, "budget": prepared.budget}
+        if changed := [*meta.changed, *changes_of_result(meta, train, {})]:
+            missing["changed"] = changed
     # Without the peak memory, which was lost with the process that trained
     write_summary(run, summarize(run.path.name, meta.model_copy(update=missing), prepared.experiment.model))

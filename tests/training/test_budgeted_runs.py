@@ -134,10 +134,11 @@ def test_the_summary_records_a_budget_that_was_lowered_to_a_checkpoint(shop: InP
     run = shop.add_run("r", **keys, train_steps=12)
     killed = "from tests.support.faults import *\nbefore(STEP, tell(9), rank=0, step=5)\n"
     shop.train("r", prelude=killed, expect=-9, ranks=1)
-    shop.add_run("r", **keys, train_steps=2)
+    shop.add_run("r", **keys, train_steps=2, learning_rate=1.0)
     assert "is finished" in shop.train_here().stdout
     summary = summary_of(run)
     assert (summary["global_steps"], summary["budget"]["value"], summary["train"]["train_steps"]) == (4, 2, 2)
+    assert summary["train"]["learning_rate"] != 1.0, "no step was trained with it"
 
 
 def test_a_budget_that_is_lowered_to_a_step_that_was_reported(shop: InProcess) -> None:
