@@ -66,9 +66,9 @@ class Arm:
 
     @cached_property
     def variance_by_text(self) -> float | None:
-        """The part of the variance of a run's loss over seeds, in nats², that the choice of the text causes: other text
-        would change the losses of the arm's runs by different amounts. None if the arm has a single run, or if the
-        losses of windows are missing, differ in number, are too few or are not finite."""
+        """The part of the variance between the losses of the arm's runs, in nats², that is due to the choice of the
+        text on which they were measured: other text would change these losses by different amounts. None if the arm has
+        a single run, or if the losses of windows are missing, differ in number, are too few or are not finite."""
         if self.windows is None or self.run_count < 2 or len({windows.size for windows in self.windows}) > 1:
             return None
         estimates = [text_noise(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]

@@ -53,9 +53,10 @@ class Ranking(NamedTuple):
 
 
 def read_ranking() -> Ranking:
-    """Return the ranking that the launcher's environment variables give, or that of a single process if none is set.
-    Raises UserError if a variable is missing, if one other than MASTER_ADDR is not a whole number, if MASTER_PORT is
-    not in 1 .. LARGEST_PORT, or if the first four variables contradict one another."""
+    """Return the ranking that the launcher's environment variables give, or that of a single process if none of COUNTS
+    is set. Raises UserError if one of COUNTS is missing or, unless WORLD_SIZE is 1, MASTER_ADDR or MASTER_PORT. Also
+    raises UserError if one other than MASTER_ADDR is not a whole number, if MASTER_PORT is not in 1 .. LARGEST_PORT, or
+    if the ranks and sizes in COUNTS contradict one another."""
     given = [name for name in COUNTS if name in os.environ]
     if not given:
         return Ranking()

@@ -43,7 +43,7 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
 
     Without --plan, a file is written there as a trial and deleted. Raises UserError as `mirror_url`, `open_mirror` and
     `newer_in_mirror` do, if the mirror holds another experiment, or if the datasets cannot be opened. Raises RunError
-    if reading the mirror fails later.
+    if the mirror cannot be read after `open_mirror` has succeeded.
     """
     url = mirror_url(experiment, options)
     if url is None:

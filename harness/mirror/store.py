@@ -55,8 +55,8 @@ class Mirror:
     _opened: Any
 
     def open(self) -> None:
-        """Drop the file system with its caches and connections. The next use connects anew. Raises UserError if the
-        library is not installed."""
+        """Set the options for connecting, and drop an earlier file system with its caches and connections, so that the
+        next use connects anew. Raises UserError if the library for the mirror's scheme is not installed."""
         import fsspec
 
         options: dict[str, Any] = {"skip_instance_cache": True}

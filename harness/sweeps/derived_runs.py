@@ -242,10 +242,11 @@ def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, J
         order = WindowOrder(lengths, context, first_token=start, weights=data.weights)
         if min(order.windows) < 1:
             path = data.parts[order.windows.index(0)].split_path("validation")
-            before = f"start_val_token ({start:,}) and " if start else ""
+            after = f"after its first {start:,} tokens (start_val_token) " if start else ""
+            lower = "lower start_val_token, or " if start else ""
             raise UserError(
-                f"{path}: shorter than {before}a sequence of {context} tokens and their targets; prepare the dataset "
-                "again with a larger --validation-fraction, or from more text (--overwrite)"
+                f"{path}: too short: {after}there is no sequence of {context:,} tokens and their targets; {lower}"
+                "prepare the dataset again with a larger --validation-fraction, or from more text (--overwrite)"
             )
         there = order.available(1.0)  # sequences, read once at most
         if config.validation_sequences is not None:

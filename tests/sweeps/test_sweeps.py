@@ -375,7 +375,7 @@ def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
     train = load_train_config(shop.runs / "without" / "train.json")
     assert (train.validates, train.checkpoint_interval) == (False, 5)
     save_file({"tokens": np.zeros(16, np.uint16)}, folder / "validation.safetensors")
-    short = "validation.safetensors: shorter than a sequence of 16 tokens and their targets; prepare"
+    short = "validation.safetensors: too short: there is no sequence of 16 tokens and their targets; prepare"
     derive_run(shop, "base", "short", small).refuses(short)
 
 

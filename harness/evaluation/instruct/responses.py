@@ -63,7 +63,7 @@ class Instruction(_Part):
 
     @property
     def question(self) -> tuple[str, str, str]:
-        """Instruction, input and reference answer, by which two questions are compared."""
+        """Instruction, input and reference answer. Two questions are the same if these are equal."""
         return self.instruction, self.input, self.output
 
 

@@ -303,8 +303,8 @@ def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> Iterator[t
 
 def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCache, *, kept: int) -> dict[str, str]:
     """Send all prompts, in parallel threads, and add all answers to the cache. Each prompt is sent until there is a
-    valid answer, at most `attempts` times. `prompts` maps the key of an answer in the cache to its prompt. `kept` is
-    the number of valid answers to the judging's other prompts, which are in the cache already.
+    valid answer, at most `client.settings.attempts` times. `prompts` maps the key of an answer in the cache to its
+    prompt. `kept` is the number of valid answers that the cache had already, to prompts that need not be sent again.
 
     Returns a dict from the key of each prompt without a valid answer to a text that says what was wrong with the last
     answer. Raises UserError if the judge cannot be asked with these settings. Raises RunError if it does not answer, if
