@@ -247,7 +247,7 @@ def test_a_trial_that_was_left_hides_nothing_of_another_machine(first: InProcess
 
 
 def test_what_lies_before_the_checkpoint_that_a_run_went_back_to_stays_in_the_mirror(first: InProcess) -> None:
-    """That checkpoint may have been overtaken before it was sent."""
+    """The checkpoint gone back to may have been overtaken before it was sent."""
     run = first.runs / "r"
     before, back, _ = names(run)
     shutil.rmtree(run / "checkpoints" / before)
