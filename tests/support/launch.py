@@ -280,7 +280,7 @@ def metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
     lines = (run / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line, parse_constant=refuse) for line in lines]
-    return [event for event in events if kind in (None, event["event"])]
+    return [event for event in events if kind in (None, event.get("event"))]
 
 
 # Values that differ between two runs that do the same work.
