@@ -94,7 +94,8 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
         )
     note = f"{used / GIB:.2f} GiB are {how} and {reserve / GIB:.2f} GiB left as a reserve"
     more = "free memory" if device.type == "cuda" else "free memory or raise `ulimit -d`"
-    more = more if limit_gib is None or limit < limit_gib * GIB else "raise --memory-limit-gib"
+    if limit_gib is not None and limit >= limit_gib * GIB:  # the system's own limit is no smaller
+        more = "raise --memory-limit-gib"
     remedy = more if used + reserve >= limit else f"use a smaller model or context, or {more}"
     return MemoryLimit(limit / GIB, usable, note, limit_gib, remedy)
 

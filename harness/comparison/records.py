@@ -268,6 +268,7 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
             asked = value if in_steps else stated_tokens(train, model) or math.inf
             reached = (summary.global_steps if in_steps else summary.tokens_seen) or 0
             is_enough = value <= (had.get(key) or 0) or asked <= reached
+        # A summary that does not record train.json asks for nothing.
         return (bool(had) and not is_enough) or summary.has_shape(model) is False
     return False
 

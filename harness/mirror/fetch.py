@@ -57,6 +57,12 @@ def names_in(files: dict[str, int]) -> list[str]:
     return sorted(names, key=recency, reverse=True)
 
 
+def names_with_meta(files: dict[str, int]) -> list[str]:
+    """Return the names of the checkpoints among a mirror's `files` that have a meta.json, the newest first. The others
+    are incomplete or set aside."""
+    return [name for name in names_in(files) if f"checkpoints/{name}/{META}" in files]
+
+
 def read_remote_meta(mirror: Mirror, files: dict[str, int], name: str) -> CheckpointMeta | None:
     """Return the meta.json of a checkpoint in a mirror, or None if the checkpoint is not whole. Raises the errors of
     the store."""
@@ -219,9 +225,8 @@ def _bring_checkpoint(
     next process fetches what is missing; if it is killed later, no file is missing.
     """
     best = name if meta.best_step == meta.global_step else None
-    if best is None:  # a checkpoint of that step that was set aside has no meta.json
-        of_step = [each for each in names_in(files) if step_of(each) == meta.best_step]
-        best = next((each for each in of_step if f"checkpoints/{each}/{META}" in files), None)
+    if best is None:
+        best = next((each for each in names_with_meta(files) if step_of(each) == meta.best_step), None)
 
     def put_in_place(draft: Path, name: str) -> None:
         if name == damaged:

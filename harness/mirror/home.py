@@ -18,6 +18,7 @@ from harness.mirror.fetch import (
     fetch_results,
     is_set_aside,
     names_in,
+    names_with_meta,
     newest_in_mirror,
     recency,
     refuse_if_set_aside,
@@ -30,7 +31,6 @@ from harness.mirror.owner import LEASE_SECONDS, OWNER, REFRESH_SECONDS, Lease, L
 from harness.mirror.start import check_same_experiment, refuse_own_folder
 from harness.mirror.store import Mirror, open_mirror
 from harness.mirror.upload import Uploads
-from harness.model.tensor_names import META
 from harness.planning.experiment import Experiment
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import list_checkpoints
@@ -89,11 +89,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     refuse_if_set_aside(run, mirror, files)
     run.path.mkdir(parents=True, exist_ok=True)
     is_trained_here = is_held(run.lock_file)
-
-    def newest_in(files: dict[str, int]) -> str:
-        return next((each for each in names_in(files) if f"checkpoints/{each}/{META}" in files), "")
-
-    newest = newest_in(files)
+    newest = next(iter(names_with_meta(files)), "")
     is_further = any(recency(path.name) > recency(newest) for _, path in list_checkpoints(run.checkpoints))
     brought = None
     if with_weights:
@@ -101,7 +97,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
         brought = bring(run, mirror, lambda meta: None)
     fetch_results(run, mirror, files)
     # If the run here went back behind the mirror's newest checkpoint, summary, chart and metrics there are not its own.
-    went_back = newest_in(all_there) != newest
+    went_back = next(iter(names_with_meta(all_there)), "") != newest
     is_kept = is_further or is_trained_here or went_back
     if not is_kept and run.summary.name not in files and _summary_was_set_aside(files, run.summary):
         run.set_summary_and_chart_aside(run.new_aside())

@@ -21,7 +21,15 @@ from tqdm import tqdm
 
 from harness.common.errors import UserError, signals_to
 from harness.common.messages import GIB
-from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, left_by_going_back, names_in, read_remote_meta, step_of
+from harness.mirror.fetch import (
+    ASIDE,
+    RESULTS_ASIDE,
+    left_by_going_back,
+    names_in,
+    names_with_meta,
+    read_remote_meta,
+    step_of,
+)
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
@@ -324,8 +332,7 @@ class Uploads:
         wanted = {path.name for path in self._wanted()}
         if self.keep is None or not wanted <= self._whole | self.damaged:
             return
-        whole = [name for name in names_in(there) if f"checkpoints/{name}/{META}" in there]
-        for name in [name for name in whole if name not in wanted][self.keep :]:
+        for name in [name for name in names_with_meta(there) if name not in wanted][self.keep :]:
             self.mirror.delete(f"checkpoints/{name}/{META}", f"checkpoints/{name}")
             self._whole.discard(name)
 

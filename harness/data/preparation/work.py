@@ -224,8 +224,8 @@ class WorkFolder:
             replace_text(known_files, json.dumps(files) + "\n")
         elif known not in (None, files):
             tell(
-                f"note: all text was read before the work in {self.path} was interrupted; that files were added, "
-                "changed or removed since then does not matter to the dataset; --restart reads all files again"
+                f"note: all text was read before the work in {self.path} was interrupted; later changes of the "
+                "input files are not in the dataset; --restart reads all files again"
             )
         self.dataset.mkdir(exist_ok=True)
         self.journal = journal
