@@ -27,8 +27,8 @@ from harness.runs.throughput import Measured, cost_by_phase, same_kernels
 
 OPTIMIZER = "optimizer.pt"  # file in the same folder; a checkpoint of the notebook's program may lack it
 
-# Keys in every meta.json that this program writes. The notebook's program writes none of them, only train_loss,
-# val_loss, global_step and is_best.
+# Keys in the meta.json of every checkpoint of this program. The notebook's program writes none of them, only
+# train_loss, val_loss, global_step and is_best.
 OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
@@ -56,7 +56,7 @@ class Progress(BaseModel):
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
     best_loss: Loss | None = None  # lowest val_loss of a planned checkpoint; null without validation
-    best_step: RecordedCount | None = None  # its global step; without validation, that of the last checkpoint
+    best_step: RecordedCount | None = None  # global step of best_loss; without validation, of the last checkpoint
     skipped_steps: RecordedCount = 0  # steps without an update, because a gradient was not finite
     loss_sum: Loss | None = 0.0  # sum over the microbatches since the last `close_loss_period`; null if not finite
     loss_count: RecordedCount = 0  # number of these microbatches
@@ -126,8 +126,8 @@ class TrainState(Progress):
         before it enters the average, and a loss that is not finite counts as this cap. Until then, losses that are not
         finite are left out. So a spike, however high, is forgotten after a few more reports.
 
-        A loss that has fallen is detected if it then rises, suddenly or slowly, to the loss of random guessing, to a
-        plateau or to NaN. A loss that never fell, and a rise of less than DIVERGED_BY, are not detected. Without
+        A lasting rise is detected, whether it is sudden or slow, and whether it ends at the loss of random guessing, at
+        a plateau or at NaN. A rise of less than DIVERGED_BY, and a loss that never fell, are not detected. Without
         validation there are false alarms if the text stays much harder for a long time, or if the loss is noisy because
         a report covers only a few hundred tokens.
         """
@@ -168,7 +168,7 @@ class TrainState(Progress):
 
     def record_if_best(self, loss: float | None) -> None:
         """Record this loss and the last completed step as the best if the loss is the lowest so far. Does nothing for
-        None or NaN."""
+        None or a loss that is not finite."""
         if loss is not None and loss < (math.inf if self.best_loss is None else self.best_loss):
             self.best_loss, self.best_step = loss, self.global_step
 
@@ -205,8 +205,8 @@ def validation_text(
     recorded or the run does not validate. The arguments are the values of the keys "model", "train" and "dataset" of a
     meta.json or summary.json.
 
-    The validation losses of two runs are comparable if the returned values are equal. The dataset's name and the size
-    of a microbatch are not part of the value.
+    The validation losses of two runs are comparable if the returned values are equal and not None. The dataset's name
+    and the size of a microbatch are not part of the value.
     """
     split = dataset.get("validation")
     digest = split.get("sha256") if isinstance(split, dict) else None
@@ -312,7 +312,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     def state(self) -> TrainState:
         """Return the run's state at the time when the checkpoint was saved. A `loss_sum` that was not finite is NaN. If
-        an earlier version saved the checkpoint, the measurement of the training speed restarts at the checkpoint."""
+        meta.json does not record where the measurement of the training speed began, it restarts at the checkpoint."""
         values = {key: getattr(self, key) for key in Progress.model_fields}
         state = TrainState(**values | {"loss_sum": math.nan if self.loss_sum is None else self.loss_sum})
         if "measured_from_step" not in self.model_fields_set:
@@ -337,8 +337,8 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     @property
     def is_from_notebook(self) -> bool:
-        """True if the training program of Giles Thomas's lab notebook wrote the checkpoint. That program's meta.json
-        has none of OWN_KEYS, and even a damaged checkpoint of this program has some of them."""
+        """True if meta.json has none of OWN_KEYS, as that of the training program of Giles Thomas's lab notebook. A
+        checkpoint of this program that has lost some of these keys is damaged, not the notebook's."""
         return not OWN_KEYS & self.model_fields_set
 
     def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:
@@ -392,13 +392,13 @@ def _own_sha256(values: dict[str, Any]) -> str:
 def upgrade_notebook_meta(
     path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
 ) -> CheckpointMeta:
-    """Return a copy of `meta` that also has the keys that the training program of Giles Thomas's lab notebook does not
-    write. If this program wrote the checkpoint, `meta` is returned unchanged.
+    """Return a copy of `meta` with keys that training needs and that the training program of Giles Thomas's lab
+    notebook does not write. If this program wrote the checkpoint, `meta` is returned unchanged.
 
     The checkpoint `path` is assumed to belong to the run in whose folder it is. `provenance` is that run's origin
     (model, train.json and dataset), or None if it is not known yet; then the keys of the origin are not added. The
-    number of tokens is computed from the run's `batches`, which begin at the run's first step. No seconds are recorded
-    for these tokens. An optimizer.pt, if there is one, is assumed to be AdamW's state.
+    number of tokens is computed from `batches`, the schedule of all the run's batches. No seconds are recorded for
+    these tokens. An optimizer.pt, if there is one, is assumed to be AdamW's state.
     """
     if not meta.is_from_notebook:
         return meta

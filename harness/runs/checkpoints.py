@@ -139,8 +139,8 @@ def _failure(error: BaseException, folder: Path, step: int) -> str:
     if is_out_of_memory(error) or says_out_of_memory(reason):
         failed, remedy = "out of memory while writing", f"{MORE_MEMORY},"
     else:
-        # safetensors reports a full disk by an exception of its own instead of an OSError. The message therefore always
-        # names the free space.
+        # safetensors reports a full disk by an exception of its own instead of an OSError. So the free space is named
+        # whatever the error is.
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / GIB
         failed, remedy, reason = "cannot write", "fix the cause", f"{reason} ({free:.2f} GiB free)"
     return (
@@ -209,10 +209,10 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
     there is nothing to resume from. This also removes half-written files of killed processes, so only one process of
     the run may call it. With `verify` false, only read meta.json, and change no file.
 
-    Raises UserError as `choose_start` does, and if the checkpoint is damaged; the message names the newest complete
-    checkpoint of the run, if there is one. Also raises UserError if a finished run has no checkpoint left. A checkpoint
-    that the training program of Giles Thomas's lab notebook (upstream.py) wrote has no hashes to verify. For such a
-    checkpoint, raises UserError if `name` is None.
+    Raises UserError as `choose_start` does, and if the checkpoint is damaged. The message about a damaged checkpoint
+    names the newest one that is whole, if there is one. Also raises UserError if a finished run has no checkpoint left.
+    A checkpoint that the training program of Giles Thomas's lab notebook (upstream.py) wrote has no hashes to verify.
+    For such a checkpoint, raises UserError if `name` is None.
     """
     folder = run.checkpoints
     if verify:
@@ -319,8 +319,8 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> None:
     """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, and point the link
-    `latest` to `start`, and `best` to the best checkpoint that `start` records. If the best checkpoint is gone, remove
-    the link `best`.
+    `latest` to `start`, and `best` to the best checkpoint that `start` records. If `start` records none, or it is gone,
+    remove the link `best`.
 
     `make_aside` creates a new folder for old results and returns its path. It is called only if there are checkpoints
     to move. They are moved into the new folder's subfolder checkpoints/. Raises UserError as `read_meta` does, RunError
@@ -346,7 +346,7 @@ def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> None
 
 def prune(folder: Path, keep: int, protected: set[str]) -> None:
     """Delete checkpoints, except `best`, `latest`, those whose folders' names are in `protected`, and the newest `keep`
-    of the others. A checkpoint that cannot be deleted is left for a later call."""
+    of the others. Raises no error if a checkpoint cannot be deleted."""
     safe = protected | {os.path.basename(os.path.realpath(folder / link)) for link in (LATEST, BEST)}
     candidates = [path for _, path in list_checkpoints(folder) if path.name not in safe]
     for path in candidates[: max(0, len(candidates) - keep)]:

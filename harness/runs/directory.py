@@ -123,7 +123,7 @@ class RunDirectory:
     def find_all(cls, runs_dir: Path, name: str, *, any_name: bool = False) -> list[RunDirectory]:
         """Return the run `name` in a list. If `name` is a pattern like `lr-*` (which may follow the path of
         `runs_dir`), return all runs whose names match, sorted by name. Those that `find` would refuse are left out,
-        with a line on standard error. With `any_name`, names that are not valid are accepted, too.
+        with a line on standard error. With `any_name`, a pattern also finds runs whose names are not valid.
 
         Raises UserError as `find` does (of a pattern, if all are refused), and also if no run's name matches.
         """

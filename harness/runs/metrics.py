@@ -164,8 +164,8 @@ class MetricsFile:
         if size and content[size - 1 : size] != b"\n":
             size = _end_of_earlier_lines(content, meta)
             tell(
-                f"warning: {self.path}: lines from before the checkpoint of step {meta.global_step} are missing; "
-                "the run continues with the remaining lines"
+                f"warning: {self.path}: lines from before the checkpoint of step {meta.global_step} are missing "
+                "or were edited; the run continues with the remaining lines"
             )
         line, end, _ = content[size:].partition(b"\n")
         has_line = bool(end) and meta.planned and _is_line_of(line, meta)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from harness.model.config import ModelConfig
 from harness.runs.train_config import TrainConfig
 
-# The state tensors that each optimizer keeps for each parameter that it updates. They have the parameter's shape and
-# are fp32.
+# The state tensors, besides step counts, that each optimizer keeps for each parameter that it updates. They have the
+# parameter's shape and are fp32.
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 MOMENT_BYTES = 4
 NEWTON_SCHULZ_STEPS = 5  # used by harness/training/muon.py

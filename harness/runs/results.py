@@ -1,6 +1,6 @@
-"""Results in `results/` of a run's folder: measurements of the run's checkpoints after training, and the results of
-microbatch searches (`-f`). Each result is one JSON file. Each kind of measurement has one class, for writing and
-reading. No command reads the result of a search.
+"""Results in `results/` of a run's folder: measurements of the run's checkpoints by commands that do not train it, and
+the results of microbatch searches (`-f`). Each result is one JSON file. Each kind of measurement has one class, for
+writing and reading. No command reads the result of a search.
 
 A file is named after what was measured. A repeated measurement therefore replaces the earlier one, and any other
 measurement gets a file of its own. Model and text are identified by hashes of their content, so that a comparison does

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from harness.runs.train_config import Affects, keys_affecting
 
-# Keys of train.json that decide, with the model and the number of ranks, how long a step takes.
+# Keys of train.json that decide, with the model, the device and the number of ranks, how long a step takes.
 BATCH_KEYS, KERNEL_KEYS = keys_affecting(Affects.BATCH), keys_affecting(Affects.SPEED)
 # A speed is used for other runs only if it was measured over at least this many steps and seconds. The first steps of a
 # process are slower than the rest, and their times vary, because memory is being allocated, clocks and caches warm up,
@@ -22,8 +22,9 @@ BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
-    """The part of a run's training over which the speed was measured. In this part no other program trained, and the
-    device, the number of ranks, and train.json's keys for batch and kernels stayed the same."""
+    """The part of a run's training, or the steps of check_machine.py, over which the speed was measured. Meanwhile no
+    other program trained, and the device, the number of ranks, and train.json's keys for batch and kernels stayed the
+    same."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

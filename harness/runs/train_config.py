@@ -35,8 +35,9 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 
 class BatchScale(BaseModel):
-    """Value of the key `scale_with_batch`: the global batch and the length of run that learning rates and weight decay
-    were tuned with. harness/planning/rates.py has the formulas that scale them to this run's batch and length."""
+    """Value of the key `scale_with_batch`: the global batch that learning rates and weight decay were tuned with, and
+    the length of run that weight decay was tuned with. harness/planning/rates.py has the formulas that scale them to
+    this run's batch and length."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -60,7 +61,7 @@ MUON_FIRST_MOMENTUM = 0.85  # Muon's momentum at the start of its warm-up
 
 
 class Source(BaseModel):
-    """One of several datasets in the value of the key `dataset`."""
+    """Entry of the key `dataset` if its value is a list."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -72,13 +73,12 @@ class Source(BaseModel):
 
 class Affects(Enum):
     """Effect of a key of train.json, given in the annotation of the key's field. `keys_affecting` returns the keys that
-    have a given effect. A key without such an annotation changes the result of training, but neither the size
-    of a batch nor the kernels."""
+    have a given effect. A key without such an annotation can change the result of training."""
 
     BATCH = "the number of tokens of a step"
-    SPEED = "the kernels of a step, and thereby its time and its rounding errors"
-    # The key changes neither the weights of any step nor the choice of the best checkpoint. checkpoint_interval is not
-    # such a key, because `best` is chosen among the checkpoints.
+    SPEED = "the time of a step, and perhaps its result"
+    # The key changes neither the weights of any step nor the choice of the best checkpoint (the exception: `epochs`).
+    # checkpoint_interval is not such a key, because `best` is chosen among the checkpoints.
     NOTHING = "no result"
 
 
@@ -109,14 +109,13 @@ class TrainConfig(RunFile):
     target_flops: float | None = Field(default=None, gt=0, le=1e40)
     """A budget in place of min_train_tokens: at most this many floating-point operations."""
     start_train_token: Index
-    """Position in the train split of the first token to train on."""
+    """Number of tokens at the beginning of the train split (of a mixture: of each) that are not trained on."""
     shuffle: bool = False
     """Read the windows of the train split (context_length tokens each) in random order, given by data_seed; false: from
     front to back."""
-    # Affects only the length of a run with min_train_tokens -1.
+    # Affects the result only with min_train_tokens -1, because it then decides the length of the run.
     epochs: Annotated[Annotated[float, Field(gt=0, le=1e6)] | Literal["repeat"] | None, Affects.NOTHING] = None
-    """Passes over the train split that the budget may take: a number, or "repeat" for any number. null: one, and more
-    is refused."""
+    """Most passes over the train split that the budget may take: a number, or "repeat" for any number; null: one."""
     validation_interval: Positive | None = None
     """Global steps between validations; absent: no validation."""
     validation_sequences: Positive | None = None
@@ -124,7 +123,7 @@ class TrainConfig(RunFile):
     validation_batches: Positive | None = None
     """Microbatches per validation, in place of validation_sequences."""
     start_val_token: Index | None = None
-    """Position in the validation split of the first token to validate on."""
+    """Position in the validation split (of a mixture: in each) of the first token to validate on."""
 
     initial_weights: Text | None = None
     """Start from the weights in this safetensors file: an absolute path, or one relative to the run's folder."""
@@ -355,9 +354,9 @@ class TrainConfig(RunFile):
     def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
         """Return the number of microbatches that each of `world_size` ranks runs per optimizer step.
 
-        `sequences` is the size of the global batch over all ranks. If it is None, train.json's size is used (of a ramp,
-        the last one). If train.json gives no size, its gradient_accumulation_steps are returned. Raises UserError if
-        the global batch is not a whole number of microbatches on every rank.
+        `sequences` is the size of the global batch over all ranks. None means train.json's size (of a ramp, the last
+        one) or, if train.json gives none, its gradient_accumulation_steps. Raises UserError if the global batch is not
+        a whole number of microbatches on every rank.
         """
         if sequences is None:
             if not self.global_batches:

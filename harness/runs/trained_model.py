@@ -172,8 +172,7 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
     RUN may be a pattern like `lr-*`, or a run's path. Without a checkpoint, the model is `best`, or `latest` if there
     is no best, or, for an imported model, the weights beside its model.json. Runs that match a pattern and do not have
     the checkpoint are left out, with a line on standard error. Raises UserError if a model does not exist, or if no run
-    that matches a pattern has the checkpoint; the message suggests the nearest name, if there is one. Also raises
-    UserError and OSError as `TrainedModel.read` does.
+    that matches a pattern has the checkpoint. Also raises UserError and OSError as `TrainedModel.read` does.
     """
     found: list[TrainedModel] = []
     left = list(words)
@@ -202,8 +201,8 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
 
 
 def split_checkpoint(word: str) -> tuple[str, str | None]:
-    """Split RUN:CHECKPOINT into the run and the checkpoint, which is None if there is none. A path may have folders
-    with a colon in their names."""
+    """Split RUN:CHECKPOINT into the run and the checkpoint, which is None if there is none. RUN may be a path. A colon
+    before the last slash does not count."""
     name, colon, checkpoint = word.rpartition(":")
     return (name, checkpoint) if colon and "/" not in checkpoint else (word, None)
 
@@ -283,7 +282,7 @@ def model_in_run(weights: Path, config: ModelConfig | None = None) -> ModelInRun
     """Return the run of a weights file, and a description of its checkpoint. The weights of an imported model count as
     a checkpoint called IMPORTED. Return None if the file is in no run or is not the model.safetensors of its folder, or
     if `config` is given and is not the recorded configuration. Reads the whole file for its hash. Raises OSError if it
-    cannot be read, and UserError if a recorded configuration is not valid."""
+    cannot be read, and UserError if `config` is given but no valid configuration is recorded."""
     found = _place_in_run(weights)
     if found is None or os.path.realpath(found.folder / WEIGHTS) != os.path.realpath(weights):
         return None
@@ -294,7 +293,7 @@ def model_in_run(weights: Path, config: ModelConfig | None = None) -> ModelInRun
         own = MeasuredWeights(checkpoint=IMPORTED, sha256=sha256(weights), is_best=True, is_latest=True)
         return ModelInRun(run, own)
     facts: dict[str, Any] = {"checkpoint": folder.name, "sha256": sha256(weights)}
-    with suppress(UserError):  # if there is no meta.json of a checkpoint, only the hash is recorded
+    with suppress(UserError):  # without a valid meta.json of a checkpoint, only the hash is recorded
         meta = read_meta(folder)
         facts |= {key: getattr(meta, key) for key in ("global_step", "tokens_seen") if key in meta.model_fields_set}
     for link in (BEST, LATEST):
@@ -303,7 +302,8 @@ def model_in_run(weights: Path, config: ModelConfig | None = None) -> ModelInRun
 
 
 def _recorded_config(folder: Path, run: RunDirectory) -> ModelConfig:
-    """Return the configuration in a checkpoint's meta.json or, if that has none, in the run's model.json."""
+    """Return the configuration in a checkpoint's meta.json or, if that has no valid one, in the run's model.json.
+    Raises UserError if model.json is not valid, either."""
     with suppress(UserError):
         if isinstance(read_json_object(folder / META).get("model"), dict):
             return _config_in(folder / META)
