@@ -69,14 +69,15 @@ class Checkpointer:
         self.protected = {prepared.checkpoint.name} if prepared.checkpoint else set()
 
     def restore(self, loader: TokenLoader) -> None:
-        """Restore weights, optimizer, random states and unreported losses from the checkpoint to resume from, and set
-        the run's links and metrics back to it. If there is no checkpoint, begin the run: load train.json's initial
-        weights, if it names any, move earlier results aside, and seed the random generators.
+        """Restore the weights and the state of training from the checkpoint to resume from (see `restore_optimizer` and
+        `restore_ranks`), and set the run's links and metrics back to it (`rewind`). If there is no checkpoint, begin
+        the run: load train.json's initial weights, if it names any, move earlier results aside, and seed the random
+        generators.
 
         In both cases warm up the optimizer step with `loader`'s first microbatch, and print what the run starts from.
         Raises UserError if the checkpoint or the initial weights cannot be read or do not fit this run's model or
         optimizer, or if train.json's `compile` is true and the model cannot be compiled. Raises RunError or OSError if
-        earlier or later results cannot be moved aside.
+        earlier results cannot be moved aside, and as `rewind` does.
         """
         start, seed, rank = self.prepared.checkpoint, self.config.seed_of("dropout"), self.world.rank
         saved = None
@@ -122,7 +123,7 @@ class Checkpointer:
         With `async_checkpoint` the files are written in a thread. On a GPU, the copies to host memory may still be
         running when this method returns. They run before the next step's work, and the writer waits for them. An error
         in the thread is raised by the next `save` or `finish`, or by `Writer.check`. Raises RunError if the weights are
-        not equal on all ranks, or if the files cannot be written.
+        not equal on all ranks, or if the checkpoint cannot be copied to host memory or written.
         """
         if planned:  # else keep the sums: the next planned checkpoint records the same mean loss as without a stop
             state.close_loss_period()
@@ -178,8 +179,8 @@ class Checkpointer:
         if difference:
             raise self.world.collective_error(
                 f"after global step {state.global_step}, {difference}: a device or its memory is faulty; find and "
-                f"exclude that device, then {EXIT.again}; training continues from the latest checkpoint, "
-                "whose weights were equal on all ranks"
+                f"exclude that device, then {EXIT.again}; training continues from the latest checkpoint, if there is "
+                "one; its weights were equal on all ranks"
             )
 
     def finish(self) -> None:
