@@ -118,13 +118,13 @@ class TrainState(Progress):
         """Update `has_diverged` after a report has been added. `patience` is a number of reports, `interval` the
         largest number of global steps between two reports.
 
-        The level is the exponential moving average of the loss, in which a new report has the weight 2 / `patience`
-        (the first `patience` / 2 reports have equal weights). The run has diverged if the level has been more than
+        The level is the exponential moving average of the loss, in which a new report has the weight 1 / N, with N =
+        `patience` // 2 (the first N reports have equal weights). The run has diverged if the level has been more than
         DIVERGED_BY above its lowest value for at least `patience` times `interval` global steps, and the last
         validation loss, if there is one, is more than DIVERGED_BY / 2 above the lowest validation loss. Once the first
-        `patience` / 2 reports have given a lowest level, each loss is capped at this level plus twice DIVERGED_BY
-        before it enters the average, and a loss that is not finite counts as this cap. Until then, losses that are not
-        finite are left out. So a spike, however high, is forgotten after a few more reports.
+        N reports have given a lowest level, each loss is capped at the lowest level plus twice DIVERGED_BY before it
+        enters the average, and a loss that is not finite counts as this cap. So a spike, however high, is forgotten
+        after a few more reports. Before that level is known, losses that are not finite are left out.
 
         A lasting rise is detected, whether it is sudden or slow, and whether it ends at the loss of random guessing, at
         a plateau or at NaN. A rise of less than DIVERGED_BY, and a loss that never fell, are not detected. Without
@@ -294,7 +294,8 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     benchmarks_due: bool = False
     # Where and how the checkpoint was trained
     seconds: dict[str, Seconds] = {}  # by phase (see metrics.PHASES)
-    dollars: dict[str, Dollars] = {}  # by phase, each second at the price that was then set; empty without a price
+    # By phase, each second at the price that was then set, or before the first price at that one; empty without a price
+    dollars: dict[str, Dollars] = {}
     metrics_bytes: RecordedCount = 0  # size of metrics.jsonl when the checkpoint was saved
     world_size: WorldSize | None = None
     microbatch_size: RecordedCount | None = None
