@@ -410,6 +410,9 @@ REFUSED: list[tuple[list[str], str]] = [
     (["r", "--batches", "6"], "wanted 577 tokens (6 batches of"),
     (["r", "--dataset", ""], 'dataset ""'),
     (["--run", "rl-*"], "no run in runs has such a name"),
+    (["r", "rl-**"], "no run in runs has such a name"),
+    (["r", ":best"], "run '': must be a plain name"),  # of $RUN:best, if there is no variable RUN
+    (["r", ".:best"], "run '.': must be a plain name"),
 ]
 
 
