@@ -87,13 +87,14 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
 @click.option(
     "--max-dollars",
     type=POSITIVE,
-    help="Stop before all runs together have cost more than this.  [default: SWEEP.json's max_dollars]",
+    help="Start no run that would take the cost of all runs together above this, and stop the runs once it is spent.  "
+    "[default: SWEEP.json's max_dollars]",
 )
 @click.option(
     "--max-hours",
     type=POSITIVE,
-    help="Stop once the sweep has taken this many hours on this machine, earlier attempts included.  [default: "
-    "SWEEP.json's max_hours]",
+    help="Stop once the sweep has trained for this many hours, earlier attempts included.  [default: SWEEP.json's "
+    "max_hours]",
 )
 @RUNS_DIR
 def run_(
@@ -107,8 +108,9 @@ def run_(
     """Make the missing runs of SWEEP.json, then train those of its runs that are neither finished nor diverged nor
     damaged: one run after the other, or --groups at a time. A folder that holds another run is refused at once.
 
-    If the sweep ends early, run the same command again to resume it. A run that fails does not stop the others. Ctrl-C
-    stops all runs, each with a checkpoint. The output of a run is written to sweep.log in its folder.
+    If the sweep ends early, run the same command again to resume it, with a higher limit if one has been reached. A run
+    that fails does not stop the others. Ctrl-C stops all runs, each with a checkpoint. The output of a run is written
+    to sweep.log in its folder.
     """
     from harness.common.errors import survive_closed_output
     from harness.common.lock import RunLock

@@ -1,5 +1,5 @@
-"""Runs that are derived from another run: its model.json and train.json with some keys changed. They are checked before
-anything is written.
+"""Runs that are derived from another run: its model.json and train.json with some keys changed. The runs are checked
+before anything is written.
 
 Each derived folder has a derived.json that names the base run and the settings that differ from it.
 """
@@ -47,9 +47,9 @@ class DerivedRun:
     """A run whose folder need not exist yet. `model` and `train` are the contents of its model.json and train.json.
 
     `parent` is the name of the run from which this run was derived, or "" for a base. `differs` has each setting in
-    which this run differs from its parent, as {"base": value in the parent, "here": value in this run}. The parent's
-    values are those of its files when this run was derived. `sweep` is the name of the sweep to which the run belongs,
-    or None.
+    which this run differs from its parent, as {"base": value in the parent, "here": value in this run}. (A path of
+    `initial_weights` that was only rewritten is left out.) The parent's values are those of its files when this run was
+    derived. `sweep` is the name of the sweep to which the run belongs, or None.
     """
 
     directory: RunDirectory
@@ -74,9 +74,9 @@ class DerivedRun:
         return Experiment(self.directory, self.train_config, self.model_config, datasets_dir)
 
     def is_made(self) -> bool:
-        """Return True if the run's folder exists. Keys that affect no result, such as max_dollars, may have been
-        changed there. Raises UserError if its path holds something else, such as another run or a file, or if
-        model.json or train.json is damaged."""
+        """Return True if the run's folder exists, and False if nothing is at its path. Keys that affect no result, such
+        as max_dollars, may have other values in the folder. Raises UserError if the path holds something else, such as
+        another run or a file, or if model.json or train.json is damaged."""
         folder, files = self.directory.path, (self.directory.train_json, self.directory.model_json)
         other = ""
         if not os.path.lexists(folder):
@@ -194,13 +194,14 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
     """Return the run that `derive` returns. If `changes` name datasets that are in `datasets_dir`, the run is also
-    fitted to them. The model's vocab_size becomes theirs (unless it is larger by fewer than PADDING tokens). The number
-    of validation sequences, or the microbatch size and the number of validation batches, is lowered to what the
-    validation splits can fill. Validation is turned off if a dataset has no validation split. If the train splits are
-    too short for the base's budget, the run trains on all their tokens, with `warmup_steps` lowered to a tenth of the
-    steps if it is more. `changes` take precedence.
+    fitted to them. The model's vocab_size becomes theirs, if it is known (unless the model's is larger by fewer than
+    PADDING tokens). The number of validation sequences, or the microbatch size and the number of validation batches, is
+    lowered to what the validation splits can fill. Validation is turned off if a dataset has no validation split. If
+    the train splits are too short for the base's budget, the run trains on all their tokens, with `warmup_steps`
+    lowered to a tenth of the steps (at least 1) if it is more. `changes` take precedence.
 
-    Raises UserError like `derive`, if training would refuse the run, and if the datasets are too short.
+    Raises UserError as `derive` does. If the run is fitted, also raises UserError if training would refuse it, for
+    example because the datasets are too short.
     """
     run = derive(base, name, changes)
     weights = run.train_config.dataset_weights
@@ -228,8 +229,8 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
 
 def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, JsonValue]:
     """Return the changes that fit a run to the vocabulary and the validation splits of its data. They turn validation
-    off if a dataset has no validation split. A microbatch size in `given` is kept. Raises UserError if a validation
-    split has no whole sequence, with its targets, from `start_val_token` on."""
+    off if a dataset has no validation split. A microbatch size in `given` is not halved. Raises UserError if the run
+    validates and a validation split has no whole sequence, with its targets, from `start_val_token` on."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, data.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:

@@ -35,7 +35,7 @@ TAIL_LINES, TAIL_COLUMNS = 5, 400  # of a log: enough for the error in the last 
 @dataclass(frozen=True)
 class Status:
     """Status of one run. `said` has the loss, time and cost of a finished run, or else the run's progress or what is
-    wrong. `dollars` is what the run has cost so far, or 0 if that is not known."""
+    wrong; it may be empty. `dollars` is what the run has cost so far, or 0 if that is not known."""
 
     run: DerivedRun
     state: StateWord
@@ -134,8 +134,8 @@ class RunPlan:
 
 class Planner:
     """Planner of single runs. `groups` is the number of runs that are trained at the same time, each with `processes`
-    ranks on devices that no other run uses. Runs with the same model, batch layout and kernel settings (KERNEL_KEYS)
-    have the same speed, which is determined once."""
+    ranks. Runs with the same model, batch layout, batch ramp and kernel settings (KERNEL_KEYS) have the same speed,
+    which is determined once and kept in `speeds`."""
 
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
@@ -152,7 +152,7 @@ class Planner:
 
     def plan(self, run: DerivedRun) -> RunPlan:
         """Plan the remaining work of a run, which may be partly done. Raises UserError if training would refuse the
-        run, and as `plan_speed` does."""
+        run's settings, data or checkpoint, and as `plan_speed` does."""
         experiment = run.experiment(self.datasets_dir)
         with explained(f"{run.name}: "):
             experiment.check_together()

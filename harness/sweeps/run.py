@@ -59,7 +59,7 @@ DeviceGroup = tuple[str, dict[str, str]]
 
 
 def say(text: str) -> None:
-    """Print a line at once. On a terminal, the line replaces the text that `show` has written."""
+    """Print `text` at once. On a terminal, it replaces the text that `show` has written."""
     print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
 
 
@@ -70,8 +70,8 @@ def show(text: str) -> None:
 
 def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
     """Divide the machine's GPUs, or its cores if it has no GPUs, into `groups` groups. Each group trains one run at a
-    time, with `processes` processes. A single group gets the whole machine, like a run outside a sweep. Without GPUs,
-    OMP_NUM_THREADS keeps its value if it is set. Raises UserError if several groups need more GPUs than there are."""
+    time, with `processes` processes. A single group gets the whole machine, like a run outside a sweep. OMP_NUM_THREADS
+    keeps its value if it is set. Raises UserError if the machine has GPUs, but fewer than several groups need."""
     if groups == 1:
         return [("", {})]
     gpus, wanted = visible_gpus(), groups * processes
@@ -91,7 +91,7 @@ def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, floa
     """Return the start, in seconds since 1970, and the duration, in seconds, of each attempt of earlier sweeps to train
     the run, from its sweep.log. The log has no duration of an attempt whose sweep was killed. `recorded` is the number
     of seconds in the run's own records. Attempts without a duration share the seconds that `recorded` has beyond the
-    logged durations, the last attempt first. None gets more than the time until the next attempt began, or until now.
+    logged durations, the last attempt first. Each gets at most the time until the next attempt began, or until now.
     Raises UserError if the log has a date that does not exist."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
@@ -183,8 +183,8 @@ class SweepRunner:
     have a file that cannot be read, or whose path holds something else.
 
     `planner` plans the remaining work of a run, and `script` is ddp_train.py. `max_dollars` limits the cost of all
-    `runs` together, including all that they have cost before. `max_hours` limits their time on this machine, including
-    that of earlier sweeps.
+    `runs` together, including all that they have cost before. `max_hours` limits the time for which sweeps train them,
+    including earlier sweeps.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class SweepRunner:
         max_dollars: float | None = None,
         max_hours: float | None = None,
     ) -> None:
-        """Raise UserError if `max_dollars` is given and a run has no price, or if there are not enough GPUs. Also raise
-        UserError as `earlier_attempts` does."""
+        """Raise UserError if `max_dollars` is given and a run has no price, or as `device_groups` and
+        `earlier_attempts` do."""
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
@@ -226,7 +226,7 @@ class SweepRunner:
             self._stop_if_due()
             while self.free_groups and self.stop_reason is None and (run := self._next_run()):
                 planned = None
-                with suppress(UserError):  # raised if training refuses the run, whose process will print the error
+                with suppress(UserError):  # if training refuses the run, the run's process will print the error
                     planned = self.planner.plan(run)
                 self.stop_reason = self._why_unaffordable(run, planned)
                 if self.stop_reason is None:
@@ -315,7 +315,7 @@ class SweepRunner:
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
         """Start the run's process on a free group of devices. Its output is appended to the run's sweep.log. If the log
         cannot be written or the process cannot be started, print the reason, and free the group again. `planned` is the
-        run's plan, or None if there is none, because training would refuse the run."""
+        run's plan, or None if the run cannot be planned."""
         self.waiting.remove(run)
         name, variables = group = self.free_groups.pop(0)
         try:
@@ -337,8 +337,8 @@ class SweepRunner:
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
     def _open_process(self, run: DerivedRun, variables: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Append a line with the command to the run's sweep.log, and start ddp_train.py with these environment
-        variables. Raises OSError if the log cannot be written or the process cannot be started."""
+        """Append a line with the command to the run's sweep.log, and start ddp_train.py with `variables` added to its
+        environment. Raises OSError if the log cannot be written or the process cannot be started."""
         command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
         command += ["--runs-dir", str(run.directory.path.parent), "--processes", str(self.planner.processes)]
         shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
@@ -409,8 +409,9 @@ class SweepRunner:
             _note(attempt.run, f"# failed with exit status {code}")
 
     def report_end(self) -> None:
-        """Print how many runs are in each state, why the sweep ended, and which runs are not finished. Raises
-        RunStopped if a signal ended the sweep. Otherwise raises RunError if a run is neither finished nor diverged."""
+        """Print how many runs are in each state, why the sweep was stopped (if it was), and which runs are not
+        finished. Raises RunStopped if a signal ended the sweep. Otherwise raises RunError if a run is neither finished
+        nor diverged."""
         statuses = [status_of(run) for run in self.runs]
         unfinished = [each for each in statuses if each.state != "finished"]
         reason = f" ({self.stop_reason})" if self.stop_reason else ""
