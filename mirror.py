@@ -44,19 +44,17 @@ def list_runs(url: str) -> None:
 @main.command(cls=Command, short_help="Bring a run to this machine.")
 @URL
 @click.argument("run")
-@click.option("--without-weights", is_flag=True, help="Fetch only metrics, results and settings, for compare_runs.py.")
+@click.option("--without-weights", is_flag=True, help="Fetch no checkpoint; compare_runs.py needs none.")
 @RUNS_DIR
 def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
-    Checkpoints, results and settings that are here already are kept. Summary, chart and metrics are replaced, unless
-    there is a newer checkpoint here than at URL, the newest checkpoint there is in the run's aside/, or the run is
-    being trained here. A damaged summary is not fetched, nor its chart. If there is a checkpoint here, summary and
-    chart are also kept if the summary there is of fewer steps than the one here (unless a checkpoint is fetched) or,
-    with weights, of later steps than the newest checkpoint here. Metrics that differ up to the newest checkpoint here
-    are kept or, if a checkpoint is fetched, moved to aside/. Checkpoints are fetched only if the newest one at URL is
-    newer than `latest` here, or replaces a damaged `latest`. It then becomes `latest`. Checkpoints in the run's aside/
-    do not count.
+    Checkpoints are fetched only if the newest one at URL is newer than `latest` here, or replaces a damaged `latest`.
+    The newest one then becomes `latest`. Checkpoints in the run's aside/ here do not count.
+
+    Settings and results that are here already are not replaced. Summary, chart and metrics here are kept if the run is
+    being trained here, if it has a newer checkpoint here than at URL, or if the newest checkpoint at URL is in its
+    aside/. Otherwise those at URL replace them, if they are whole and fit the checkpoints here.
     """
     from harness.mirror.home import fetch_run
 
@@ -83,8 +81,8 @@ def follow(url: str, run: str) -> None:
 def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
     """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings.
 
-    Checkpoints at URL that are in the run's aside/ here count no more there (meta-aside.json): no machine continues
-    from them. Their summary and chart are replaced or deleted.
+    Checkpoints at URL that the run has left here (they are in its aside/) are set aside at URL, too (as
+    meta-aside.json): no machine continues from them. Summary and chart at URL are then replaced or deleted.
     """
     from harness.mirror.home import push_run
     from harness.mirror.store import reason_of

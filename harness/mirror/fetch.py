@@ -113,18 +113,17 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
 
 def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     """If the newest whole checkpoint in the mirror is newer (see `recency`) than the one that the run would continue
-    from here, fetch it, with its results, metrics, summary and chart, and with the best checkpoint. Checkpoints that
-    the run has left (see `left_by_going_back`) are ignored. Return the name of the checkpoint, or None if none was
-    taken from the mirror.
+    from here, make it the latest one here: unless it is here already, fetch it, with its results, metrics, summary and
+    chart, and with the best checkpoint. Checkpoints that the run has left (see `left_by_going_back`) are ignored.
+    Return the name of the checkpoint, or None if none was taken from the mirror.
 
     `check` raises UserError if the checkpoint is not one of this run; it is called before the checkpoint is fetched. A
     damaged checkpoint in the mirror (a file is missing or does not have the hash that meta.json gives, or meta.json
-    cannot be read) is skipped with a warning, and an older one is taken. If the run's own latest checkpoint is damaged
-    and the mirror has no newer one, the mirror's copy replaces it, and the damaged one is moved to a folder below
-    `aside/`. An interrupted download resumes. A local metrics.jsonl that is not the beginning of the mirror's is moved
-    to a folder below `aside/`. Raises RunError if the mirror cannot be read or a file cannot be moved. Raises UserError
-    as `check`, `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are damaged and there is none
-    here.
+    cannot be read) is skipped with a warning, and the next older one is tried. If the run's own latest checkpoint is
+    damaged and the mirror has no newer one, the mirror's copy replaces it, and the damaged one is moved to a folder
+    below `aside/`. An interrupted download resumes. Raises RunError if the mirror cannot be read or a file cannot be
+    moved. Raises UserError as `check`, `choose_start` and `refuse_if_set_aside` do. Also raises UserError if a
+    checkpoint there is damaged, none there is whole, and there is none here.
     """
     there, brought, is_damaged = retried(mirror, mirror.files), None, False
     files = without_left(run, there)
@@ -147,18 +146,18 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
         shutil.rmtree(path, ignore_errors=True)
     if is_damaged and brought is None and not _local_name(run):
         raise UserError(
-            f"mirror {mirror.name}: no checkpoint there is whole; --restart trains anew and leaves them there, "
-            "--mirror none trains without a mirror, and mirror.py fetch --without-weights brings the metrics"
+            f"mirror {mirror.name}: no checkpoint there is whole; ddp_train.py --restart trains anew and leaves them "
+            "there, --mirror none trains without a mirror, and mirror.py fetch --without-weights brings the metrics"
         )
     return brought
 
 
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
-    """Return a function of a checkpoint's name. It returns True if the run has left that checkpoint here by going back
-    to an earlier step. This is so if the checkpoint was moved to a folder below `aside/` and not fetched again, while
-    the mirror with these `files` still has it as a whole one. It is also so for earlier ones that are not here, down to
-    the step that the run went back to, because a machine need not have all checkpoints of the mirror. (Names begin with
-    the date.)"""
+    """Return a function that returns True for the name of a checkpoint that the run has left here by going back to an
+    earlier step: if the checkpoint was moved to a folder below `aside/` and not fetched again, while the mirror with
+    these `files` still has its meta.json. The function also returns True for checkpoints that were saved before such a
+    one, are not here, and are of later steps than the one that the run went back to, because a machine need not have
+    all checkpoints of the mirror. (Names begin with the date.)"""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
     last = max(moved - {*here}, default="")
@@ -199,7 +198,8 @@ def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
 
 def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
     """Raise UserError if, by the mirror's `files`, another machine has set the run's latest checkpoint aside. That
-    machine restarted the run, or resumed it from an earlier checkpoint, and this machine would overwrite its work."""
+    machine restarted the run, or resumed it from an earlier checkpoint, and this machine would overwrite its work. Also
+    raises UserError as `choose_start` does."""
     start = choose_start(run.checkpoints, None)
     if start and is_set_aside(files, start.name):
         raise UserError(
@@ -216,10 +216,10 @@ def is_set_aside(files: dict[str, int], name: str) -> bool:
 def _bring_checkpoint(
     run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta, damaged: str | None
 ) -> bool:
-    """Fetch a checkpoint and all that belongs to it, and set the links `latest` and `best`. If the checkpoint is
-    already here and is not `damaged`, only set the links. Return False if it is damaged in the mirror. `damaged` names
-    a checkpoint that is damaged here: once a whole copy has been fetched, the damaged one is moved to a folder below
-    `aside/`.
+    """Fetch a checkpoint and all that belongs to it, point the link `latest` to it, and if the best checkpoint is here,
+    point the link `best` to that one. If the checkpoint is already here and is not `damaged`, only set the links.
+    Return False if it is damaged in the mirror, and otherwise True. `damaged` names a checkpoint that is damaged here,
+    or is None: once a whole copy has been fetched, the damaged one is moved to a folder below `aside/`.
 
     The checkpoint gets its name after all other files have been fetched. If this process is killed before that, the
     next process fetches what is missing; if it is killed later, no file is missing.

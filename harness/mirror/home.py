@@ -70,13 +70,13 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     train.json, results and compiled code are not replaced if they are there. Summary, chart and metrics are replaced
     unless the run here has a newer checkpoint than the mirror, has left the mirror's newest one (see
     `left_by_going_back`), or is being trained; see also `fetch_results`, `_may_replace_summary` and
-    `_may_replace_metrics`. If they may be replaced and the mirror has no summary, a summary here whose last checkpoint
-    was set aside in the mirror is moved, with the chart, to a folder below `aside/`. Unless the run is being trained
+    `_may_replace_metrics`. If they may be replaced, the mirror has no summary, and the one here ends at a checkpoint
+    that was set aside there, it is moved, with the chart, to a folder below `aside/`. Unless the run is being trained
     here, the mirror's owner.json is written into the run's lock file.
 
     Raises UserError as `open_mirror` and `refuse_if_set_aside` do, if there is no such run, or if the run here is
-    another experiment or is the mirror itself. With weights, also raises UserError if another process uses the run, or
-    as `bring` does. Raises RunError if the mirror cannot be read, or if a move fails.
+    another experiment, is the mirror itself, or has a file that cannot be read. With weights, also raises UserError if
+    another process uses the run, or as `bring` does. Raises RunError if the mirror cannot be read, or if a move fails.
     """
     mirror = open_mirror(url, name, writes=False)
     run = RunDirectory(runs_dir / name)
@@ -116,8 +116,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
 
 
 def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
-    """Return True if the last checkpoint of the training that `summary` describes has been set aside among a mirror's
-    `files`. Returns False if there is no summary, or it cannot be read."""
+    """Return True if a checkpoint of the last step of the training that `summary` describes has been set aside among a
+    mirror's `files`. Returns False if there is no summary, or it cannot be read."""
     with suppress(UserError, OSError):
         last = (read_summary(summary).global_steps or 0) - 1
         return any(step_of(name) == last and is_set_aside(files, name) for name in names_in(files))
@@ -125,9 +125,10 @@ def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
 
 
 def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: bool) -> bool:
-    """Return True if the mirror's summary and chart may replace the run's: not if that summary is damaged. With a
-    checkpoint here, also return False if it describes fewer tokens than the summary here or, with weights, more than
-    the newest checkpoint here. Raises UserError if that checkpoint's meta.json cannot be read."""
+    """Return True if the mirror's summary and chart may replace the run's: not if the mirror's summary is damaged. With
+    a checkpoint here, also return False if the mirror's summary describes fewer tokens than the summary here or, with
+    weights, more than the newest checkpoint here. With weights, raises UserError if that checkpoint's meta.json cannot
+    be read."""
     there = tokens_of_summary(retried(mirror, lambda: mirror.read(run.summary.name)))
     if there == math.inf or not (checkpoints := list_checkpoints(run.checkpoints)):
         return there < math.inf
@@ -163,10 +164,10 @@ def _files_of(mirror: Mirror) -> dict[str, int]:
 
 def follow_run(url: str, name: str) -> Iterator[str]:
     """Yield a line for each finite training and validation loss of a run in a mirror: those that are there, then new
-    ones as they come. If the run goes back to an earlier checkpoint, a line says so, and the losses are yielded from
-    the beginning again. Ends when no machine trains the run any more, or its machine was silent for LEASE_SECONDS; the
-    last line says which. Raises UserError if there is no such run, and UserError or RunError if the mirror cannot be
-    read."""
+    ones as they come. If the run goes back to an earlier step, also after a kill, a line says so, and the losses are
+    yielded from the beginning again. Ends when no machine trains the run any more, or its machine was silent for
+    LEASE_SECONDS; the last line says which. Raises UserError if there is no such run, and UserError or RunError if the
+    mirror cannot be read."""
     mirror = open_mirror(url, name, writes=False)
     _files_of(mirror)
     printed, seen, changed = b"", None, time.monotonic()
@@ -175,9 +176,9 @@ def follow_run(url: str, name: str) -> Iterator[str]:
         if (owner_json := retried(mirror, lambda: mirror.read(OWNER))) != seen:
             seen, changed = owner_json, time.monotonic()
         content = retried(mirror, lambda: mirror.read("metrics.jsonl")) or b""
-        if not content.startswith(printed):  # the run went back to an earlier checkpoint
+        if not content.startswith(printed):  # the run went back, or continues after a kill
             printed = b""
-            yield "the run has gone back to an earlier checkpoint:"
+            yield "the run has gone back to an earlier step:"
         lines = content[len(printed) : content.rfind(b"\n") + 1]
         printed += lines
         for line in lines.splitlines():
@@ -206,8 +207,9 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
 
     Raises UserError if the mirror cannot be opened or is the run's own folder, if a process here trains the run, if
     another machine trains it (without `take_over`) or takes it meanwhile, if the mirror holds another experiment or a
-    newer checkpoint, if a checkpoint here cannot be verified, or as `refuse_if_set_aside` does. Raises RunError if the
-    mirror cannot be read or owner.json cannot be written, and the errors of the store if sending fails.
+    newer checkpoint, if a checkpoint here cannot be verified, or as `Experiment.load` and `refuse_if_set_aside` do.
+    Raises RunError if the mirror cannot be read or owner.json cannot be written, and the errors of the store if sending
+    fails.
     """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself

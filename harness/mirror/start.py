@@ -19,8 +19,8 @@ from harness.runs.directory import RunDirectory
 
 
 def mirror_url(experiment: Experiment, options: TrainOptions) -> str | None:
-    """Return the URL of the run's mirror, from --mirror or train.json, or None if it has none. Raises UserError if the
-    mirror is the run's own folder, or if --take-over is given without a mirror."""
+    """Return the URL of the run's mirror, from --mirror or train.json, or None if it has none. Raises UserError as
+    `refuse_own_folder` does, or if --take-over is given without a mirror."""
     url = experiment.config.mirror if options.mirror is None else options.mirror
     if url is None or url == "none":
         if options.take_over:
@@ -61,12 +61,12 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
 def connect(
     experiment: Experiment, provenance: Provenance, options: TrainOptions, *, brings: bool
 ) -> tuple[Mirror, Lease] | None:
-    """Open the run's mirror, take the lease on it and, with `brings`, fetch the newest whole checkpoint there if it is
-    newer than the run's own. Return the mirror and the lease, or None if the run has no mirror. If another machine has
-    the lease, --wait waits for it, and --take-over takes it.
+    """Open the run's mirror, take the lease on it and, with `brings`, call `bring`, which fetches a newer checkpoint.
+    Return the mirror and the lease, or None if the run has no mirror. If another machine has the lease, --wait waits
+    for it, and --take-over takes it.
 
     Raises UserError as `mirror_url`, `open_mirror`, `Lease.take` and `bring` do, or if the mirror holds another
-    experiment. Raises RunError if the mirror cannot be read or written.
+    experiment. Raises RunError if the mirror cannot be read or written, or if `bring` cannot move a file.
     """
     url = mirror_url(experiment, options)
     if url is None:

@@ -1,5 +1,5 @@
-"""A run's folder in a mirror: a bucket, a server or another disk, which fsspec reads and writes. Opening it checks its
-URL, and errors are reduced to one line without credentials.
+"""A run's folder in a mirror: a bucket, a server or another disk, which fsspec reads and (except for the Hub's buckets)
+writes. Opening it checks its URL, and errors are reduced to one line without credentials.
 
 Every file in a mirror appears whole or not at all: object stores ensure that, and on `file` and `sftp` a file gets its
 name by a rename. Imports fsspec only where it is used, since that takes a while.
@@ -216,8 +216,8 @@ def _known_hosts_only() -> Any:
 
 def check_url(url: str) -> str:
     """Return the scheme of a mirror's URL. Raises UserError if the scheme is not known, if a part is missing, if a
-    file:// path is not absolute, if the URL has `..`, `::` or one of the characters `*[]#`, or if it has a query or
-    credentials, which would be recorded in the run's files."""
+    file:// path is not absolute, if the URL has a folder `..`, `::` or one of the characters `*[]#`, or if it has a
+    query or credentials, which would be recorded in the run's files."""
     scheme, separator, rest = url.partition("://")
     shown = quoted(printable_url(url))
     known = [name for name in CREDENTIALS if name != "memory"]

@@ -2,7 +2,7 @@
 
 The thread sends the newest state: the newest checkpoint, then the best one, then the small files. A checkpoint's
 meta.json is sent last, after metrics.jsonl, to which it refers. A checkpoint that a newer one has overtaken before its
-turn is not sent.
+turn is sent only if it is the best.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ FILES = ("model.json", "train.json", "summary.json", "training-run-chart.png")  
 
 
 class Uploads:
-    """Sends a run's checkpoints and files to its mirror while the run trains. `keep` is train.json's `keep_checkpoints`
-    (None: keep all), and `start_step` the global step of the checkpoint from which this process continues (-1: a new
-    run).
+    """Sender of a run's checkpoints and files to its mirror, in a thread while the run trains. `keep` is train.json's
+    `keep_checkpoints` (None: keep all), and `start_step` the global step of the checkpoint from which this process
+    continues (-1: a new run).
 
     Without a mirror (None), the methods that training calls do nothing. All public methods are called on rank 0's main
     thread, except two: any thread may call `send_now`, and during training only the uploading thread calls `push`.
@@ -123,15 +123,15 @@ class Uploads:
             self._say(f"not in the mirror: {names}; `uv run {command}` sends the rest")
 
     def missing(self) -> list[str]:
-        """Return the names of the newest and the best checkpoint, if they are not in the mirror, and of the small files
-        that this process has not sent, or that have changed since."""
+        """Return the names of the newest and the best checkpoint, if they are neither in the mirror nor in `damaged`,
+        and of the small files that this process has not sent, or that have changed since."""
         changed = [name for name, path in self._small_files() if self._versions.get(name) != version(path)]
         return [*(path.name for path in self._wanted() if path.name not in self._whole | self.damaged), *changed]
 
     def verify(self) -> None:
-        """Find out whether the newest or the best checkpoint is damaged or has no hashes, and print a warning if so.
-        `push` does not send such a checkpoint, because no machine could fetch it. Reads all files of both. (Training
-        does not call it, because it has written the files itself.)"""
+        """Add the newest and the best checkpoint to `damaged`, with a warning for each, if they are damaged or have no
+        hashes. `push` does not send such a checkpoint, because no machine could fetch it. Reads all files of both.
+        (Training does not call this method, because it has written the files itself.)"""
         for path in self._wanted():
             try:
                 verify_checkpoint(path)
@@ -289,8 +289,8 @@ class Uploads:
         they are damaged. Checkpoints of the second kind were left here by going back, and are later than all
         checkpoints that are both here and in the mirror. The other files of these checkpoints stay. If there are such
         checkpoints, delete summary and chart. Also move their measurements to RESULTS_ASIDE. Summary, chart and
-        measurements that the run's folder still has are left alone. Does the same to `there`, the sizes of the mirror's
-        files."""
+        measurements that the run's folder still has are left alone. In `there`, the mirror's files with their sizes,
+        what was renamed, moved or deleted no longer has its old name."""
         stale, is_left_here = set[str](), left_by_going_back(self.run, there)
         # Another machine may have continued from one that was left here, up to a checkpoint that was fetched since.
         here = list_checkpoints(self.run.checkpoints)

@@ -168,7 +168,7 @@ def test_follow_a_run_that_goes_back_and_gets_further_between_two_looks(
 
     monkeypatch.setattr("harness.mirror.home.time.sleep", train_anew)
     lines = list(home.follow_run(f"file://{store}", "r"))
-    assert lines[2] == "the run has gone back to an earlier checkpoint:"
+    assert lines[2] == "the run has gone back to an earlier step:"
     assert lines[3].startswith(f"global step {first['global_step']}  loss 1.000")
     assert len(lines) == 2 + 1 + len(losses) + 1
 
