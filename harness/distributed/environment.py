@@ -2,8 +2,8 @@
 
 torchrun sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. It also sets MASTER_ADDR and MASTER_PORT, where the
 ranks meet (torch.distributed's `env://`). `run_ranks` sets all six, too. Any other launcher that sets them can be used.
-If none of the first four is set, this is the only process. If only some are set, they are left over from another job
-and are refused, because the run would be a different one than intended, or would wait for ranks that never come.
+If none of the first four is set, this is the only process. If only some are set, they are refused as left over from
+another job: the run would be a different one than intended, or would wait for ranks that never come.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Ranking(NamedTuple):
 
 def read_ranking() -> Ranking:
     """Return the ranking that the launcher's environment variables give, or that of a single process if none of COUNTS
-    is set. Raises UserError if one of COUNTS is missing or, unless WORLD_SIZE is 1, MASTER_ADDR or MASTER_PORT. Also
-    raises UserError if one other than MASTER_ADDR is not a whole number, if MASTER_PORT is not in 1 .. LARGEST_PORT, or
-    if the ranks and sizes in COUNTS contradict one another."""
+    is set. The variables are COUNTS and, unless WORLD_SIZE is 1, MASTER_ADDR and MASTER_PORT. Raises UserError if one
+    of them is missing, if one other than MASTER_ADDR is not a whole number, if MASTER_PORT is not in 1 .. LARGEST_PORT,
+    or if the ranks and sizes in COUNTS contradict one another."""
     given = [name for name in COUNTS if name in os.environ]
     if not given:
         return Ranking()
@@ -85,12 +85,12 @@ def ranks_to_start(processes: int | None) -> int:
     """Return the number of ranks that this process must start for --processes, or 0 if it is a rank itself or the only
     process.
 
-    Raises UserError if --processes is given to a rank that another launcher started.
+    Raises UserError if --processes is given to a rank that another launcher started (RANK is set).
     """
     if processes is None or PARENT in os.environ:
         return 0
     if "RANK" in os.environ:
-        raise UserError(f"--processes starts all ranks: leave it out under torchrun, else `unset {' '.join(COUNTS)}`")
+        raise UserError(f"RANK is set: leave out --processes under torchrun; otherwise `unset {' '.join(COUNTS)}`")
     return processes if processes > 1 else 0
 
 

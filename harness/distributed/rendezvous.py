@@ -185,9 +185,9 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
 def connection_errors_as_peer_errors() -> Iterator[None]:
     """Context manager that translates errors of gloo and nccl in its body.
 
-    Raises PeerError if the connection to another rank is gone. This rank then ends without a message, because the rank
-    that failed prints the reason. Raises RunError, which this rank prints, if the body timed out or if a rank could not
-    be reached at all, because then no rank is known to have failed. Other errors are not changed.
+    Raises PeerError if the connection to another rank is gone. This rank then leaves the message to the rank that
+    failed. Raises RunError, which this rank prints, if the body timed out or if a rank could not be reached at all,
+    because then no rank is known to have failed. Other errors are not changed.
     """
     try:
         yield

@@ -99,7 +99,7 @@ class StopRequest:
 
 class Interrupted(Exception):  # noqa: N818 - not an error
     """Exception that ends this rank's part of shared work early, because a rank has a reason to stop. The other ranks
-    learn of it when all ranks exchange their results (`SharedWork.gather_results`)."""
+    learn of it at the latest when all ranks exchange their results (`SharedWork.gather_results`)."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class SharedWork:
 
     def gather_results(self, value: T | Exception | None) -> list[T]:
         """Return the values of all ranks. If any value is an exception, raises it on every rank, so that no rank waits
-        for the failed rank in a later call. If any is None, which an interrupted rank sends, raises RunStopped.
-        Collective."""
+        for the failed rank in a later call. Otherwise, if any is None, which an interrupted rank sends, raises
+        RunStopped. Collective."""
         values: list[Any] = self.world.gather(value)
         for each in values:
             if isinstance(each, Exception):

@@ -1,4 +1,5 @@
-"""Detection of ranks that are stuck, silent or gone. The watchdog ends this process with a line that names these ranks.
+"""Detection of ranks that are stuck, silent or gone. The watchdog then ends this process. One rank of each machine
+prints the reason, which names these ranks (unless all are stuck).
 
 An all-reduce waits for a missing rank and cannot say which rank it is. So every rank sends the others heartbeats with
 its progress, through the store of the rendezvous. Threads send the heartbeats and check those of other ranks, even
@@ -7,10 +8,10 @@ while the main thread waits.
 A rank is silent if its heartbeats do not arrive, and gone if its process has ended. Both are reported at any time. A
 rank can be stuck only inside `Watchdog.guard`, because elsewhere a single rank may work for long (a download, a save).
 
-Progress is counted in milestones: points in the main thread's work at which it calls `Watchdog.guard` or
-`Watchdog.beat`. On the CPU a milestone is reached at this call. On CUDA the main thread only enqueues work, and
-continues to do so when the device hangs. So it records a CUDA event behind the enqueued work, and the milestone is
-reached once the device has reached the event.
+Progress is counted in milestones: points in the main thread's work at which it enters or leaves `Watchdog.guard`, or
+calls `Watchdog.idle` or `Watchdog.beat`. On the CPU a milestone is reached at once. On CUDA the main thread only
+enqueues work, and continues to do so when the device hangs. So it records a CUDA event behind the enqueued work, and
+the milestone is reached once the device has reached the event.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class Progress:
         self._ahead: deque[tuple[Milestone, Callable[[], bool]]] = deque()  # the device has not reached these yet
 
     def reach(self, place: str, progress: list[int], *, is_guarded: bool) -> Any:
-        """Record that the main thread passes a Milestone with these fields now. Returns its time, by `time.monotonic`,
-        or the mark that `record` made. The difference between two such values is in seconds."""
+        """Record that the main thread passes a Milestone with these fields now. Returns the time, by `time.monotonic`,
+        or on a GPU a DeviceMark. The difference between two such values is in seconds."""
         milestone = Milestone(place, progress, is_guarded, time.monotonic())
         is_done = self._record() if self._record else None
         with self._lock:
@@ -220,9 +221,9 @@ class Watchdog:
         self._pass(place, IDLE, is_guarded=False)
 
     def beat(self) -> None:
-        """Record that the main thread has finished one more part of the work at its current place. The parts are the
-        same on all ranks, so that the watchdog can compare how many parts each rank has finished. Does nothing before
-        the first call of `guard` or `idle`."""
+        """Record that the main thread has finished one more part of the work at its current place. All ranks must
+        divide this work into parts alike, because the watchdog compares how many parts each rank has finished. Does
+        nothing before the first call of `guard` or `idle`."""
         if self._place is not None:
             self._last_beat = self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 

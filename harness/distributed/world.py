@@ -50,7 +50,7 @@ class World:
 
         `is_stopping` returns True if this rank has a reason to stop. Heartbeats send its value to the other ranks.
         Raises UserError if there is no device for this process, or if a variable is missing or wrong, and RunError or
-        PeerError if another rank does not join.
+        PeerError as `rendezvous.join` does.
         """
         here, timeout = read_ranking(), collective_timeout_seconds()
         device = choose_device(here.local_rank, here.local_world_size)
@@ -112,7 +112,7 @@ class World:
     def exchange_once(self, sizes: Sequence[int]) -> None:
         """All-reduce a tensor of each of the given sizes (bytes) on the device, as gradients are, and broadcast it, as
         weights are. Wait for the results. NCCL allocates buffers when it first uses an algorithm, which it chooses by
-        operation and size. Afterwards all buffers that training needs are allocated. Collective."""
+        operation and size. Afterwards the buffers for these sizes are allocated. Collective."""
         if self.size > 1:
             with connection_errors_as_peer_errors(), self.watchdog.guard(FIRST_EXCHANGE):
                 for size in sizes:
@@ -123,9 +123,9 @@ class World:
 
     def all_reduce_seconds(self, size: int, least: float) -> float:
         """Return the seconds, on the slowest rank, of one all-reduce of a tensor of `size` bytes on the device. The
-        result is the mean over enough of them to take about `least` seconds in all (at most 2,001), because ranks leave
-        a barrier up to a millisecond apart, and NCCL exchanges hundreds of megabytes in that time. Needs at least two
-        ranks. Collective."""
+        result is the mean over enough all-reduces to take about `least` seconds in all (at most 2,001), because ranks
+        leave a barrier up to a millisecond apart, and NCCL exchanges hundreds of megabytes in that time. Needs at least
+        two ranks. Collective."""
         numbers = torch.zeros(size // 4, device=self.device)
 
         def seconds_of(count: int) -> float:

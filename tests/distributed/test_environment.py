@@ -60,9 +60,7 @@ def test_which_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, WHOLE)
     assert environment.ranks_to_start(None) == 0
     for processes in (1, 8):
-        with pytest.raises(
-            UserError, match="--processes starts all ranks: leave it out under torchrun, else `unset RANK"
-        ):
+        with pytest.raises(UserError, match="RANK is set: leave out --processes under torchrun; otherwise `unset RANK"):
             environment.ranks_to_start(processes)
     monkeypatch.setenv(PARENT, "123")
     assert environment.ranks_to_start(8) == 0, "ranks that --processes started have its command line"
