@@ -144,6 +144,15 @@ def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
         assert said in " ".join(describe_sweep_plan(found, shop.runs).split())
 
 
+def test_no_price_is_asked_for_where_the_price_list_has_it(shop: Workshop) -> None:
+    shop.add_run("base", model={"emb_dim": 4096, "n_layers": 1})
+    sweep = load(shop, vary={"random_seed": [1]})
+    found = plan_sweep(sweep, Planner(shop.datasets, shop.runs, processes=8, assume_device="H100"))
+    said = describe_sweep_plan(found, shop.runs)
+    assert "cost: $" in said
+    assert "price_per_hour" not in said
+
+
 def test_what_cannot_be_trained_is_said(shop: Workshop) -> None:
     """A plan names the run that needs more data than the local dataset has. If this holds for all runs, the plan is
     refused."""
