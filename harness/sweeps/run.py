@@ -276,8 +276,8 @@ class SweepRunner:
 
     def _next_run(self) -> DerivedRun | None:
         """Return the first waiting run that can be started now, or None if there is none. A run cannot be started while
-        another process on this machine trains it, such as a process that a killed sweep left behind, or while another
-        run is downloading the same dataset. For each run that another process trains, print a line the first time.
+        another process on this machine trains it, such as a process that a killed sweep left behind, or while a run
+        under way may be downloading its data. For each run that another process trains, print a line the first time.
 
         A run that a process on another machine may be training counts as one that can be started, because that process
         cannot be seen. The run's own process then takes the lock, or fails with an error that names the owner.
