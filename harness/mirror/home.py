@@ -43,8 +43,8 @@ POLL_SECONDS = 10.0
 
 def describe_runs(url: str) -> list[str]:
     """Return a line for each run at `url`: its name, its newest whole checkpoint, the size of all its files in GB, and
-    the machine that trains it. If there are no runs, return one line that says so. Raises UserError as `open_mirror`
-    does, and RunError if reading fails later."""
+    the machine in its owner.json, if any. If there are no runs, return one line that says so. Raises UserError as
+    `open_mirror` does, and RunError if reading fails later."""
     mirror = open_mirror(url, "", writes=False)
     lines = []
     for name in retried(mirror, mirror.runs):
