@@ -34,7 +34,7 @@ def main() -> None:
 @URL
 def list_runs(url: str) -> None:
     """Print a line for each run at URL: its name, its newest whole checkpoint, the size of all its files in GB, and the
-    machine that trains it, or was killed while it did."""
+    machine that trains it, or that was killed while training it."""
     from harness.mirror.home import describe_runs
 
     for line in describe_runs(url):

@@ -87,8 +87,8 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
 @click.option(
     "--max-dollars",
     type=POSITIVE,
-    help="Start no run that would take the cost of all runs together above this, and stop the runs once it is spent.  "
-    "[default: SWEEP.json's max_dollars]",
+    help="Start no run that would take the cost of all runs together above this, and stop the runs once this is spent. "
+    " [default: SWEEP.json's max_dollars]",
 )
 @click.option(
     "--max-hours",
