@@ -61,7 +61,7 @@ FORMATS = (".png", ".pdf", ".svg")
     help="Number of resamples for the intervals.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the resamples.")
-@click.option("--chart", type=click.Path(path_type=Path), help="Draw all results into this file (png, pdf or svg).")
+@click.option("--chart", type=click.Path(path_type=Path), help="Draw points and laws into this file (png, pdf or svg).")
 @click.option("--json", is_flag=True, help="Print JSON.")
 @RUNS_DIR
 def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
@@ -70,7 +70,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
 
     Prints isoFLOP profiles (the best model size at each compute budget), power laws of the best size, of its number of
     tokens and of its loss, and the law L(N, D) = E + A/N^alpha + B/D^beta, all with 95% intervals. Runs that give no
-    point, such as unfinished runs, are left out and named with the reason.
+    point, such as unfinished runs, are left out; --json has the reason for each.
     """
     from harness.common.files import check_writable
     from harness.scaling.data import CostLaw

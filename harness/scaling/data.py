@@ -141,7 +141,7 @@ def read_points(path: Path) -> Points:
     try:
         rows = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
-        raise UserError(f"{path}:{reader.line_num}: not CSV: {error}; correct the line") from None
+        raise UserError(f"{path}:{reader.line_num}: not CSV: {error}; check the quotes") from None
     columns = [name.strip().lower() for name in rows[0][1]] if rows else []
     _check_columns(path, columns)
     points = []
@@ -160,7 +160,7 @@ def read_points(path: Path) -> Points:
 
 def _check_columns(path: Path, columns: Sequence[str]) -> None:
     if not columns:
-        raise UserError(f"{path}: is empty; its first line must name the columns {', '.join(COLUMNS)}")
+        raise UserError(f"{path}: has no data; its first line must name the columns {', '.join(COLUMNS)}")
     for name in COLUMNS:
         if name not in columns:
             raise UserError(f"{path}: column {name}: missing; there are: {abbreviated(columns)}")
@@ -247,7 +247,7 @@ def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, obje
     if summary.final_validation_loss is None:
         raise UserError("has no finite validation loss at its end")
     if summary.has_diverged:
-        raise UserError("has diverged: its training loss has long been far above its lowest value")
+        raise UserError("has diverged: its loss stayed far above its lowest, or its last gradients were not finite")
     if text is None:
         raise UserError("does not record which text its validation losses were measured on")
     flops = float(summary.flops_per_token) * summary.tokens_seen

@@ -138,7 +138,7 @@ def fit_isoflop(
     groups = group_by_compute(points, tolerance=tolerance, least_sizes=least_sizes)
     if not groups:
         return Inconclusive(
-            f"no group of {least_sizes} sizes (--least-sizes) was trained with FLOPs within {tolerance:.0%} of a "
+            f"no group of {least_sizes} sizes (--least-sizes) was trained with FLOPs within {100 * tolerance:g}% of a "
             "common value (--tolerance)"
         )
     fits = [_fit_parabola(points, members) for members in groups]

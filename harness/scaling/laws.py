@@ -103,7 +103,7 @@ class LawFit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Size, tokens and FLOPs of a run that has not been trained."""
+    """Size, tokens and FLOPs of a training whose loss is to be predicted. `name` is "" if it has none."""
 
     name: str
     parameters: float

@@ -173,7 +173,7 @@ def _describe_answers(analysis: Analysis) -> list[str]:
             f"    tokens     {_shortened(split.tokens)}",
         ]
         told.append((lines, split.prediction))
-    said = ["Predicted by the law, with the 95 % interval of a single run"]
+    said = ["Predicted by the law, with 95 % intervals (of the loss: that of a single run)"]
     for lines, prediction in told:
         said += lines
         if prediction.beyond:

@@ -35,7 +35,7 @@ def test_points_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is empty; its first line must name the columns parameters, flops, loss"),
+        ("", "has no data; its first line must name the columns parameters, flops, loss"),
         ("parameters,flops,loss\n", "has no points"),
         ("parameters,flops,loss\n1e6,6e15,nan\n", "no loss is finite"),
         ("name,loss,token,flops,parameters\n", "column token: unknown; did you mean tokens?"),
