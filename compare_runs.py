@@ -24,13 +24,13 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 @click.option(
     "--baseline",
     metavar="RUN|ARM",
-    help="Test whether the other runs are better or worse than this run or this arm (an arm is a group of runs that "
-    "differ only in their seeds).",
+    help="Test whether the other arms are better or worse than this arm or the arm of this run (an arm is a group of "
+    "runs that differ only in their seeds).",
 )
 @click.option(
     "--sort",
     metavar="KEY",
-    help="Sort by a column, given by its key in the output of --json, or by name. Default: best loss first.",
+    help='Sort by KEY: a column\'s key in the output of --json, or "name". Default: best loss first.',
 )
 @click.option("--machines", is_flag=True, help="Estimate time and cost of each RUN on other machines.")
 @click.option("--prices", type=PATH, help="With --machines: your price list, like harness/planning/machines.json.")
@@ -57,8 +57,8 @@ def main(
     reference: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Compare RUNs: names of folders in --runs-dir, patterns like 'lr-*', or paths. Without a RUN, compare all trained
-    runs, or all runs if none is trained.
+    """Compare RUNs: names of folders in --runs-dir, patterns like 'lr-*', or paths. Without a RUN, compare all runs
+    except those never trained, or these if there are no others.
 
     Prints a table with a row for each run: results, speed, time and cost. Below the table are the settings that differ.
     Numbers share a column only if they were measured on the same text or task.
@@ -132,11 +132,11 @@ def main(
 
 
 def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the runs that `baseline` selects, at least one. If it is one of the runs `compared` (all runs
-    if empty), select this run alone. If it is another run, select this run and the other runs of its arm, a group of
-    runs that differ only in their seeds. If it is the name of an arm, select the runs of this arm among the runs
-    `compared` or, if there are none, among all runs. An arm has only finished and diverged runs. Raises UserError if
-    there is no such run or arm."""
+    """Return the names of the runs that `baseline` selects, at least one. If `baseline` is one of the runs `compared`
+    (all runs if empty), select this run alone. If it is another run, select this run and the other runs of its arm, a
+    group of runs that differ only in their seeds. If it is the name of an arm, select the runs of this arm among the
+    runs `compared` or, if there are none, among all runs. An arm has only finished and diverged runs. Raises UserError
+    if there is no such run or arm."""
     from harness.comparison.arms import find_arms
     from harness.comparison.records import RunRecord, find_runs
     from harness.runs.directory import RunDirectory

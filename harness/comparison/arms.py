@@ -218,7 +218,7 @@ def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | 
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration `values` of a run, with the defaults of `schema` for keys that an earlier version did
-    not write. A key that `schema` does not have belongs to a removed feature. It is left out if its value is None,
+    not write. A key that `schema` does not have, such as that of a removed feature, is left out if its value is None,
     False or 0, because the feature was then off."""
     defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
     known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}

@@ -74,8 +74,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves of one kind of loss, sorted by their last loss, the lowest first. Curves with "diverged" in their label
-    (see `charts_of`) come after all others. `problems` has a line for each reason why some runs are not drawn."""
+    """Curves of one kind of loss, sorted by their last loss, the lowest first. Curves of runs whose very last loss is
+    not drawn (see `charts_of`) come after all others. `problems` has a line for each reason why something is not drawn.
+    """
 
     axis: str
     kind: str  # "validation" or "training"
@@ -118,8 +119,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
             continue
         reason = f"in no chart: no loss is known to be measured on {main.words if main else ''}"
         if is_on_main:
-            reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, but a curve"
-            reason += f" needs {LEAST_POINTS}"
+            reason = f"nothing to draw: metrics.jsonl has {points} finite {kind} loss{'' if points == 1 else 'es'}"
+            reason += f", but a curve needs {LEAST_POINTS}"
             if not record.directory.metrics.exists():
                 reason = "nothing to draw: there is no metrics.jsonl"
         elif record.state.word in ("never trained", "not trained here"):
@@ -140,7 +141,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
         left_out = {**reasons, **{reason: [*reasons.get(reason, []), *names] for reason, names in not_placed.items()}}
         problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]
         if records and not main:
-            problems.append("the text that losses were measured on is not recorded")
+            problems.append("there are no losses, or the text that they were measured on is not recorded")
         curves.sort(key=lambda curve: (curve.label in lost, curve.y[-1]))
         charts.append(Chart(axis, kind, curves, problems))
     return charts
@@ -204,7 +205,7 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
     if axis == "dollars":
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
         if not dollars or not seconds:
-            without_price = "it cost nothing" if dollars == 0 else 'train.json has no "price_per_hour"'
+            without_price = "it cost nothing" if dollars == 0 else 'train.json had no "price_per_hour"'
             missing = without_price if seconds else "no seconds are recorded"
             raise UserError(f"{missing}, so its losses cannot be drawn over dollars")
         return "seconds", dollars / seconds  # on average, if the price has changed
@@ -216,8 +217,8 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
 
 
 def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
-    """Return a note if the verdicts are based on a loss that the chart does not show. Returns "" if they are not, or if
-    there are no verdicts."""
+    """Return a note if there are verdicts, and they are based on a loss that the chart does not show. Otherwise, return
+    ""."""
     drawn = f"{chart.kind} loss"
     if comparison is None or comparison.loss in ("", drawn):
         return ""
@@ -300,9 +301,9 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
     """Return the lowest and the highest loss to show, with a margin. If the steep first part of the curves would take
-    more than half of the height, the range contains the curves without this part, otherwise the whole curves. Losses
-    above PEAK_RATIO times the highest first loss (at least LEAST_PEAK) do not count. Of a band, only the lower end at
-    the last step is sure to be in the range. The range also contains those `references` (losses drawn as dotted lines)
+    more than half of the height, the range contains the curves without this part, otherwise the whole curves.
+    Losses above PEAK_RATIO times the highest first loss (at least LEAST_PEAK) do not count. Of a band, only the
+    lower end at the last step counts. The range also contains those `references` (losses drawn as dotted lines)
     that are near the curves."""
     top = max(LEAST_PEAK, PEAK_RATIO * max(abs(curve.y[0]) for curve in curves))
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]

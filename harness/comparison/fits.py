@@ -32,11 +32,11 @@ LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 def fits(table: RunsTable) -> Iterator[str]:
     """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
-    over the global batch size. It leaves unfinished runs out, and needs at least three different batch sizes. It is
-    inconclusive if the numbers of tokens differ by more than 2 %, or if another setting that affects the loss differs
-    between the runs of the table. The second fit is of device memory over microbatch size, both as reported by others
-    (reported.json). It has one point for each memory size, with the smallest microbatch reported for it, and needs at
-    least two different microbatch sizes."""
+    over the global batch size. It leaves out runs in one of the states UNFINISHED, and needs at least three different
+    batch sizes. It is inconclusive if the numbers of tokens differ by more than 2 %, or if a setting outside LEFT_OPEN
+    differs between the runs of the table. The second fit is of device memory over microbatch size, both as reported by
+    others (reported.json). It has one point for each memory size, with the smallest microbatch reported for it, and
+    needs at least two different microbatch sizes."""
     columns = {column.key: column.cells for column in table.columns}
 
     def numbers(key: str) -> list[Any]:

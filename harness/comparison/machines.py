@@ -47,8 +47,8 @@ class KnownSpeed:
 
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
-    """Yield lines of at most 80 characters: a table of one run's time and cost on each machine, and the reasons why a
-    machine is not in the table. The speeds are those in the folders of `run` and of `others`. Rows with measured
+    """Yield lines for a terminal: a table of one run's time and cost on each machine, and the reasons why a machine is
+    not in the table. The speeds are those in the folders of `run` and of `others`. Rows with measured
     speeds come before rows with reported speeds. Rows of the same basis are sorted by dollars, the lowest first. If
     `_read_work` is inconclusive, the lines give only the reason.
 
@@ -84,7 +84,9 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
             dollars = cost(tokens / speed.tokens_per_second, machine.price_per_hour)
             found.append((speed.basis, dollars, machine, speed))
             continue
-        reason = "no speed of this run's model and kernels is known there; ddp_train.py --plan estimates one"
+        reason = (
+            "no speed of this run's model and kernels is known there; ddp_train.py --plan --assume-device estimates one"
+        )
         if sequences % machine.gpus:
             reason = f"the run's global batch of {sequences:,} sequences cannot be divided among {machine.gpus} GPUs"
         reasons.setdefault(reason, []).append(machine.machine)
@@ -120,8 +122,8 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
 def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
     """Return the model, train.json with defaults, the number of sequences per global batch, and the number of tokens in
     the whole training of the run. The run need not have been trained yet. Returns Inconclusive if the run has no
-    train.json, if the number of tokens is unknown, if a global batch is not a whole number of microbatches, or if the
-    training is shorter than one global batch. Raises UserError if a file of the run is wrong."""
+    train.json, if the number of tokens is unknown, or if training would refuse the global batch or the budget. Raises
+    UserError if a file of the run is wrong."""
     if not run.train_json.exists():
         return Inconclusive("it has no train.json, which would say how much it trains on")
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
@@ -158,7 +160,7 @@ def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[st
 def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
     """Return the training speeds in a run's folder, at most two: the speed that this program measured, if it measured
     enough steps and seconds, and the speed that others published (reported.json). A speed without its model or batch
-    layout is left out. Raises UserError if a file of the run is wrong."""
+    layout is left out. Raises UserError if summary.json or reported.json is wrong."""
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None
     speed = summary.tokens_per_second if summary else None

@@ -43,10 +43,10 @@ UNKNOWN = "not recorded"
 MISSING = {
     **dict.fromkeys(("parameters", "active_parameters"), "model not known"),
     **dict.fromkeys(("train_loss", "validation_loss", "best_validation_loss"), "not recorded, or not finite"),
-    "global_batch": "number of ranks not recorded yet",
+    "global_batch": "ranks, microbatch_size or accumulation steps not recorded",
     "tokens_per_second": "not measured",
     "mfu": "speed or peak FLOP/s of the device not known",
-    "peak_memory": "recorded only at the end of a run",
+    "peak_memory": "recorded only by the process that trains a run to its end",
 }
 DIVERGED = "its test loss is not finite"
 # Whether a lower value of a metric is better, as registered in lm-eval. metrics.jsonl does not record this.
@@ -71,7 +71,7 @@ ANY_BASIS = Basis("any", "")  # of quantities that can always be compared: token
 
 @dataclass(frozen=True)
 class Measurement:
-    """One number that was measured in one run."""
+    """One number of one run, which was measured here or reported by others."""
 
     value: float
     basis: Basis
@@ -147,8 +147,7 @@ class Quantity:
 
 
 def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
-    """Return all quantities of these runs in the order of their columns: what was trained, the results, then speed,
-    time and cost."""
+    """Return the quantities to show for these runs, in the order of their columns."""
     bits = partial(_bits_per_byte, bits_bases([result for each in records for result in each.results.of(LossResult)]))
     score = Quantity("instruction_score", "instruction score", "of 100", ".2f", _scores, "instruction_score", MORE)
     benchmarks: dict[str, Quantity] = {}
@@ -190,7 +189,7 @@ def training_basis(record: RunRecord) -> Basis | None:
 
 
 def validation_basis(record: RunRecord) -> Basis | None:
-    """Return the basis of a run's validation losses (the text that they were measured on), or None if it is not
+    """Return the basis of a run's validation losses (the text that they were measured on), or None if no such text is
     recorded."""
     text, name = validation_text(record.model, record.train, record.dataset), record.dataset.get("name")
     if text is None:
@@ -203,16 +202,16 @@ def _slice(windows: int, context: int, start: int, split: str, dataset: object, 
 
 
 def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
-    """Return the number that summary.json records under the key `in_summary`. If the run has no summary yet, return the
-    field `in_progress` of the run's `RunProgress`. Returns None if the number is not recorded."""
+    """Return the number that the record's summary has under the key `in_summary`. If the record has no summary, return
+    the field `in_progress` of its `RunProgress`. Returns None if the number is not recorded."""
     source, key = (record.summary, in_summary) if record.summary else (record.progress, in_progress)
     number: Number = getattr(source, key, None)
     return number
 
 
 def _validation_loss(record: RunRecord) -> Number:
-    """Return the last validation loss. Returns None if it is not recorded or not finite, or Inconclusive if the run is
-    trained without validation."""
+    """Return the last validation loss. If none is recorded, or it is not finite, returns None, or Inconclusive if
+    train.json asks for no validation."""
     value = _latest("final_validation_loss", "validation_loss", record)
     is_off = record.train and record.train.get("validation_interval") is None
     return Inconclusive("trained without validation") if value is None and is_off else value
@@ -225,8 +224,8 @@ def _best_loss(record: RunRecord) -> Number:
 
 def final_validation_losses(record: RunRecord) -> Values:
     """Return the run's last validation loss, as a list of one measurement, or the reason why there is none. If a
-    finished run's last validation loss was not finite, the measurement is NaN, so that a verdict takes the run into
-    account instead of leaving it out as one without a loss."""
+    finished run's last validation loss was not finite, and its text is recorded, the measurement is NaN, so that a
+    verdict takes the run into account instead of leaving it out as one without a loss."""
     summary, basis = record.summary, validation_basis(record)
     values = summary.model_dump(include={"final_validation_loss"}, exclude_unset=True) if summary else {}
     is_validated = record.train.get("validation_interval") is not None
@@ -255,7 +254,8 @@ def _epochs(record: RunRecord) -> Number:
 
 def loss_basis(result: LossResult) -> Basis:
     """Return the basis of a test loss, which identifies what was measured. Test losses have the same basis, and can be
-    compared, if the tokens, their division into windows, and the precision are the same."""
+    compared, if the split's tokens (by a hash of its file), the tokenizer, the measured windows of the split, and the
+    precision are the same."""
     tokenizer = result.text.tokenizer
     words = f"{_text_words(result)}, in {result.precision}"
     words += "" if tokenizer == "gpt2" else f", tokenizer {tokenizer[:8]}"
@@ -270,7 +270,7 @@ def _text_words(result: LossResult) -> str:
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
     """Return a dict from the basis of each result's test loss to the basis of its bits per byte. A basis identifies the
     text that a number was measured on; numbers with the same basis can be compared. Two test losses have the same basis
-    only if their tokens are the same. Two values of bits per byte have the same basis even if the same text was cut
+    only if their tokens are the same. Two values of bits per byte can also have the same basis if the same text was cut
     into different tokens.
 
     Results do not record whether two datasets with different tokenizers hold the same text. Here they count as the same
@@ -364,8 +364,8 @@ def _measurements(
 
 
 def all_test_losses(record: RunRecord) -> Values:
-    """Return the test losses of a run, one for each `loss_basis` (text and precision). A loss that is not finite is
-    NaN."""
+    """Return the test losses of a run (see `_measurements`), at most one for each `loss_basis` (text and precision), or
+    the reason why there are none. A loss that is not finite is NaN."""
     return _measurements(
         record, LossResult, loss_basis, lambda result: (math.nan if result.loss is None else result.loss, "")
     )
@@ -392,7 +392,9 @@ def _trained_on(record: RunRecord) -> Values:
     found, losses = _measurements(record, LossResult, basis, read), all_test_losses(record)
     if isinstance(losses, Inconclusive):
         return losses
-    return Inconclusive("not known; test_loss.py prints the reason") if isinstance(found, Inconclusive) else found
+    return (
+        Inconclusive("not known; test_loss.py prints it, or the reason") if isinstance(found, Inconclusive) else found
+    )
 
 
 def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
@@ -414,8 +416,8 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
 
 def judging_basis(result: InstructionResult) -> Basis:
     """Return the basis of an instruction score, which identifies what was measured; scores with the same basis can be
-    compared. Scores have the same basis if the answers were judged together. If each model's answers were judged alone,
-    the judge, its URL, the prompt, questions, questions without a score and number of repeats must be the same."""
+    compared. For scores to have the same basis, the judge, its URL, the prompt, questions, questions without a score
+    and number of repeats must be the same, and all answers must have been judged together, or each model's alone."""
     missing = tuple(number for number, score in enumerate(result.scores, start=1) if score is None)
     identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, missing, result.repeats)
     some = f" without a score for {abbreviated([str(number) for number in missing])}" if missing else ""
@@ -490,10 +492,11 @@ def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
 
 def _spent(what: Literal["seconds", "dollars"], without: str, record: RunRecord) -> Number:
     """Return the total seconds or dollars (`what`) of a run, minus those of the phase `without` if a phase is given.
-    Returns None if they are not recorded, or Inconclusive if the price per hour is missing."""
+    Returns None if they are not recorded, or Inconclusive if there are seconds but, without a price per hour, no
+    dollars."""
     spent: Mapping[str, float] = getattr(record, what)
     if what == "dollars" and "total" in record.seconds and "total" not in spent:
-        return Inconclusive("no price_per_hour in its train.json")
+        return Inconclusive("train.json had no price_per_hour")
     if not without:
         return spent.get("total")
     return spent["total"] - spent.get(without, 0.0) if {"total", "training"} <= spent.keys() else None

@@ -1,6 +1,6 @@
 """Records of runs for a comparison. Each is read from a run's folder: configuration, progress, results, and figures
-that others reported. If a file is broken, the record's `problems` has a line for it, and the other files are still
-read. Does not load torch."""
+that others reported. If a file that the record needs is broken, its `problems` has a line for it, and the other files
+are still read. Does not load torch."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class RunRecord:
     state: State
     model: Mapping[str, Any]  # model.json with defaults, or the model that `summary` records
     train: Mapping[str, Any]  # train.json, likewise
-    summary: RunSummary | None = None
-    progress: RunProgress | None = None  # None if the run has a summary
-    meta: CheckpointMeta | None = None  # of its latest checkpoint; None if the run has a summary
+    summary: RunSummary | None = None  # None also if the run was continued after it, beyond its tokens
+    progress: RunProgress | None = None  # None if `summary` is not
+    meta: CheckpointMeta | None = None  # of the latest checkpoint; None if `summary` is not
     results: Results = field(default_factory=Results)
     benchmarks: tuple[BenchmarkEvent, ...] = ()  # the last evaluation while training
     reported: Reported | None = None
@@ -77,8 +77,9 @@ class RunRecord:
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunRecord:
-        """Read a run's folder. Raises no exception, whatever a file contains. If a file that decides the run's state
-        cannot be read, the state is "damaged", with the reason as its detail."""
+        """Read a run's folder. Raises no exception, whatever a file contains. Without a summary that is up to date, the
+        state is "damaged" if a file such as summary.json, train.json or metrics.jsonl cannot be read; its detail is the
+        reason."""
         problems: list[str] = []
 
         def attempt(read: Callable[[], Read]) -> Read | None:
@@ -212,8 +213,8 @@ class RunRecord:
         return self.summary.changes if self.summary else []
 
     def recorded(self, key: str) -> Any:
-        """Return the value of `key` in the summary, or in the latest checkpoint's meta.json if there is no summary.
-        Returns None if the value is missing there. `key` is a field of both `RunSummary` and `CheckpointMeta`."""
+        """Return the value of `key` in `summary`, or in `meta` if `summary` is None. Returns None if the value is not
+        recorded. `key` is a field of both `RunSummary` and `CheckpointMeta`."""
         source = self.summary or self.meta
         return None if source is None else getattr(source, key)
 

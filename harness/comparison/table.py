@@ -61,8 +61,9 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Value of one run in one column, and its text. If there is no value, `value` is None, `text` is empty, and
-    `remark` is the reason. Otherwise `remark` has what a reader must know about the value, or is empty."""
+    """Value of one run in one column, and its text. An empty cell has the value None, an empty `text`, and the reason
+    as `remark`. (A setting that is null has the value None, too, but its text is "null".) The `remark` of any other
+    cell is what a reader must know about the value, or is empty."""
 
     value: Any
     text: str
@@ -73,7 +74,7 @@ class Cell:
 @dataclass(frozen=True)
 class Column:
     """One column of the table. `about` describes what its numbers were measured on, or is empty. `lower_is_better` is
-    None if neither direction is better."""
+    None if neither direction is better, or if the better one is not known."""
 
     key: str
     title: str
@@ -95,8 +96,8 @@ class Column:
 
     @property
     def is_alike(self) -> bool:
-        """True if the table has at least two runs, neither direction of the column is better (as for settings and
-        facts), and all runs have the same value."""
+        """True if the table has at least two runs, their cells in this column are equal and have a value, and neither
+        direction of the column is better."""
         first, *others = self.cells
         is_fact = self.lower_is_better is None and first.value is not None
         return bool(others) and is_fact and all(cell == first for cell in others)
@@ -115,7 +116,7 @@ class Column:
 
     def sort_key(self, row: int) -> tuple[bool, Any]:
         """Return the key by which this column sorts a row: the best value first, or the lowest if neither direction is
-        better. Text is sorted alphabetically, and rows without a value are last."""
+        better. Text is sorted alphabetically, and rows whose value is None are last."""
         value = self.cells[row].value
         if value is None:
             return True, 0
@@ -129,7 +130,7 @@ class RunsTable:
     records: tuple[RunRecord, ...]
     columns: tuple[Column, ...]
     absent: tuple[str, ...] = ()
-    sorted_by: str = ""  # a column's title, or ""
+    sorted_by: str = ""  # a column's title, or "name"; "" if not sorted
 
     @classmethod
     def of(cls, records: Sequence[RunRecord]) -> RunsTable:
@@ -141,10 +142,11 @@ class RunsTable:
 
     def sorted(self, key: str | None) -> RunsTable:
         """Return the table sorted by the column `key`: the best value first (the lowest, if neither direction is
-        better), empty cells last. The key "name" sorts by the runs' names. If `key` is None, sorts by all columns of
-        LOSSES, those with at least two values before the others. A later column decides only between runs whose values
-        in the earlier ones are equal or all missing. If the table has no column of LOSSES, sorts by the names. Raises
-        UserError if no column has the given key. The message names the nearest key, or all keys if none is near."""
+        better), rows whose value is None last. The key "name" sorts by the runs' names. If `key` is None, sorts by the
+        columns whose keys are in LOSSES, those with at least two values before the others. A later column decides only
+        between runs whose values in the earlier ones are equal or all missing. If the table has no such column, sorts
+        by the names. Raises UserError if no column has the given key. The message names the nearest key, or all keys if
+        none is near."""
         named = {column.key: column for column in self.columns}
         by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))
@@ -169,8 +171,8 @@ def is_number(value: object) -> bool:
 
 
 def number_text(value: float, style: str) -> str:
-    """Format a number. `style` is a format specification, MONEY or COUNT. A number of 1e15 or more, which is
-    implausible, is written with a power of ten."""
+    """Format a number. `style` is a format specification, MONEY or COUNT. A number of 1e15 or more is written with a
+    power of ten."""
     if abs(value) >= LARGEST_SHOWN:
         return format(value, ".2e")
     if style == MONEY:
@@ -295,8 +297,8 @@ def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_r
 def table_lines(table: RunsTable) -> Iterator[str]:
     """Yield the lines of the table: one block of the most important columns, the settings that differ, the texts of
     `below_lines`, the names of the columns not shown, what the numbers were measured on, the remarks on cells (such as
-    why one is empty), and the runs' problems. A line has at most 80 characters, unless the parts in which long names of
-    runs differ need more (see `cut_names`)."""
+    why one is empty), and the runs' other problems. A line has at most 80 characters, unless the parts in which long
+    names of runs differ (see `cut_names`), or the numbers of 100 remarks, need more."""
     remarks: dict[str, int] = {}  # the number of each remark, by its text; the cells show the number
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, max(WIDTH - max(map(len, [*names, "run"])), LEAST_ROOM))
@@ -333,7 +335,7 @@ def table_lines(table: RunsTable) -> Iterator[str]:
 
 def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
     """Yield texts below the table: its sort key, columns with the same value in all runs, sources of reported figures,
-    runs whose settings changed, and quantities that no run has."""
+    changes of runs during their training, and quantities that no run has."""
     if table.sorted_by and len(table.records) > 1:
         yield f"Sorted by {table.sorted_by}."
     if alike:
@@ -345,7 +347,7 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
     for record in table.records:
         if record.changes:
             changes = abbreviated(record.changes, separator="; ")
-            said = "its settings changed during training, so it is not a replicate of a run without these changes"
+            said = "changed during training, so it is not a replicate of a run without these changes"
             yield f"{record.name}: {said}: {changes}"
     if table.absent:
         yield f"No run has: {', '.join(table.absent)}."
@@ -365,7 +367,7 @@ def _fitting(table: RunsTable, room: int) -> list[Column]:
     columns = [each for each in table.columns if each.quantity not in omitted or each.title == table.sorted_by]
     chosen: list[Column] = []
     for column in sorted((each for each in columns if not each.is_setting and not each.is_alike), key=importance):
-        # Remarks are numbered later. Assume a number of two digits, which is enough.
+        # Remarks are numbered later. Assume a number of two digits, which is enough for 99 remarks.
         texts = _texts(column, {cell.remark: 12 for cell in column.cells})
         width = len(GAP) + max(map(len, [*texts, *column.heading.split()]))
         if width <= room and len(chosen) + 1 < MOST_COLUMNS:

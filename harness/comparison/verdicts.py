@@ -33,9 +33,10 @@ Word = Literal["better", "worse", "inconclusive"]
 class Arm:
     """One run, or several runs that differ only in their seeds. `losses` has the loss of each run in nats per token.
     All arms of a comparison are measured on the same text. `windows` has an array for each run: the loss of each window
-    (sequence of context length) of the text, [windows]. It is None if these losses are missing for a run. `names` has
-    the names of the runs, if they are known; only messages use them. `diverged` has the names of the arm's runs that
-    have diverged. Those that diverged before their end have no loss here, so that the arm looks better than it is."""
+    (sequence of context length) of the text, [windows]. It is None if these losses are not known for all runs. `names`
+    has the names of the runs, if they are known; only messages use them. `diverged` has the names of the arm's runs
+    that have diverged. Those that diverged before their end have no loss here, so that the arm looks better than it is.
+    """
 
     name: str
     losses: Sequence[float]
@@ -120,9 +121,9 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
     - The arm and the baseline have two runs or more each: Welch's interval for training noise. Text noise is added if
       it is known.
-    - The arm or the baseline has a single run: the spread over seeds is pooled from all arms that have replicates, and
-      the sentence says so. With a single run of an arm 4 times as noisy as the others, the 95 % interval contains the
-      true difference in 65 % of experiments if the other arm has 3 runs, and in 40 % if it has 20 runs.
+    - The arm or the baseline has a single run: the spread over seeds is pooled from all arms that have replicates and
+      only finite losses. Of two arms, one with a single run and 4 times as noisy as the other, the 95 % interval
+      contains the true difference in 65 % of experiments if the other arm has 3 runs, and in 40 % if it has 20 runs.
     - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
       the interval of the difference that these trained models would have on other text, if text noise is known.
     - The arm or the baseline has no run, or a loss that is not finite: inconclusive, and `difference` is None.
@@ -158,8 +159,8 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | Inconclusive:
     """Estimate the mean loss of `arm` minus the mean loss of `baseline`. Each is one run, or several runs that differ
     only in the seed. `arms` has all arms of the comparison, these two included: if one of the two has a single run, the
-    spread over seeds is pooled from all arms. Returns Inconclusive if one of the two cannot be compared (`Arm.flaw`).
-    """
+    spread over seeds is pooled from all arms without a flaw. Returns Inconclusive if one of the two has a flaw
+    (`Arm.flaw`)."""
     if flaw := arm.flaw or baseline.flaw:
         return Inconclusive(flaw)
     pair = (baseline, arm)
@@ -255,16 +256,16 @@ def _tested(
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Sequence[str] = ()) -> str:
     """Return sentences on training noise (the spread of the loss over seeds), and on the number of seeds that it takes
     to detect a difference of 0.01 nats. `arms` are all compared arms, including the baseline; the runs of an arm differ
-    only in their seeds. `chance` names what these seeds change (see `Arms`). If no arm has two runs, or if seeds do not
-    change the loss, returns one sentence that says that the noise is unknown.
+    only in their seeds. `chance` names what these seeds change (see `Arms`). If no arm without a flaw (`Arm.flaw`) has
+    two runs, or if seeds do not change the loss, returns one sentence that says that the noise is unknown.
 
-    Up to two more sentences are about inconclusive verdicts that have an interval. One gives the number of seeds to
-    detect a difference of the size that was measured, for each arm where training noise alone can explain this
-    difference. The other names the arms where text noise (from the choice of the text) can explain the difference,
-    because more seeds would not reduce text noise.
+    Up to three more are about inconclusive verdicts whose interval contains 0. One gives the number of seeds to detect
+    a difference of the size that was measured, for each arm where training noise alone can explain this difference. The
+    others are about the arms where text noise (from the choice of the text) can explain the difference, because more
+    seeds would not reduce text noise.
 
     Holm's correction is applied neither to these numbers of seeds nor to the choice of the named arms: each number is
-    for a test of one arm alone against the baseline. The numbers leave out text noise.
+    for a test of one arm alone against the baseline. The numbers leave out the text noise that all runs share.
     """
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:
@@ -306,7 +307,7 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
     if limited:
         text += (
             f" More seeds may not settle the verdict on {abbreviated(limited)}: text noise alone could explain the "
-            "difference, too. Only more text reduces text noise (test_loss.py --batches)."
+            "difference, too. Only more text reduces text noise: a longer split, or more --batches of test_loss.py."
         )
     return text
 

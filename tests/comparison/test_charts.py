@@ -86,17 +86,20 @@ def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:
         "c: in no chart: no loss is known to be measured on 20 x 16 tokens from token 0 of the validation split of "
         "me/texts (bbbbbbbb)",
         "d, e: in no chart: never trained",
-        "young: nothing to draw: 1 validation loss in metrics.jsonl, but a curve needs 2",
+        "young: nothing to draw: metrics.jsonl has 1 finite validation loss, but a curve needs 2",
         "without: in no chart: trained without validation, while the charts show validation losses",
     ]
     free = trained(tmp_path, "free", 1, 0.002, price_per_hour=None)
     chart = chart_of(trained(tmp_path, "paid"), free, axis="dollars")
     assert [each.label for each in chart.curves] == ["paid"]
-    assert chart.problems == ['free: train.json has no "price_per_hour", so its losses cannot be drawn over dollars']
+    assert chart.problems == ['free: train.json had no "price_per_hour", so its losses cannot be drawn over dollars']
     chart = chart_of(trained(tmp_path, "own", price_per_hour=0.0), axis="dollars")
     assert (chart.curves, chart.problems) == ([], ["own: it cost nothing, so its losses cannot be drawn over dollars"])
     unknown = chart_of(RunFolder(tmp_path, "f").train_to(0, 10))
-    assert (unknown.curves, unknown.problems) == ([], ["the text that losses were measured on is not recorded"])
+    assert (unknown.curves, unknown.problems) == (
+        [],
+        ["there are no losses, or the text that they were measured on is not recorded"],
+    )
 
 
 def test_a_file_that_cannot_be_read_keeps_no_other_run_from_being_drawn(

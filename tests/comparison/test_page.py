@@ -103,4 +103,4 @@ def test_a_replicate_without_a_price_is_named(tmp_path: Path) -> None:
     runs += [RunFolder(tmp_path, "b", {"learning_rate": 0.1, "price_per_hour": None}).finish().train_to(0, 10)]
     assert render(table_of(*runs), None, {}).count("<svg") == 5
     assert page.count("<svg") == 5
-    assert "a-seed2: train.json has no &#34;price_per_hour&#34;, so its losses cannot be drawn over dollars" in page
+    assert "a-seed2: train.json had no &#34;price_per_hour&#34;, so its losses cannot be drawn over dollars" in page

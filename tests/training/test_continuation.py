@@ -222,7 +222,7 @@ def test_changes_of_settings_are_recorded(shop: InProcess) -> None:
     shop.train_here("varied")
     assert summary_of(run)["changed"] == [first, second]
     said = " ".join(shop.script("compare_runs.py", "varied", "--runs-dir", "runs").stdout.split())
-    how = "its settings changed during training, so it is not a replicate of a run without these changes"
+    how = "changed during training, so it is not a replicate of a run without these changes"
     assert f"varied: {how}: {first}; {second}" in said
 
 
