@@ -53,7 +53,7 @@ def fits(table: RunsTable) -> Iterator[str]:
             if record.state.word not in UNFINISHED and None not in (batch, loss.value)
         ]
         if len({batch for batch, _, _ in found}) >= LEAST_BATCHES:
-            others = [each.key for each in table.columns if each.is_setting and each.key not in LEFT_OPEN]
+            others = [each.title for each in table.columns if each.is_setting and each.title not in LEFT_OPEN]
             tokens = [each for _, _, each in found if each is not None]
             if tokens and max(tokens) > LARGEST_RATIO * min(tokens):
                 others.append("the number of tokens")

@@ -136,8 +136,13 @@ class RunsTable:
     def of(cls, records: Sequence[RunRecord]) -> RunsTable:
         """Build the table with rows in the order of `records`."""
         found = [(quantity, _quantity_columns(quantity, records)) for quantity in quantities(records)]
-        columns = [*_state_column(records), *_setting_columns(records)]
-        columns += [column for _, those in found for column in those]
+        numbers = [column for _, those in found for column in those]
+        taken = {column.key for column in numbers}  # the setting "epochs" and the number of epochs have one title
+        settings = [
+            replace(each, key=f"setting_{each.key}") if each.key in taken else each
+            for each in _setting_columns(records)
+        ]
+        columns = [*_state_column(records), *settings, *numbers]
         return cls(tuple(records), tuple(columns), tuple(quantity.title for quantity, those in found if not those))
 
     def sorted(self, key: str | None) -> RunsTable:
@@ -310,7 +315,7 @@ def table_lines(table: RunsTable) -> Iterator[str]:
     if settings:
         yield "Settings that differ:"
         usual: list[str] = []
-        texts = [[f"{each.key} {text.rstrip()}" for text in _texts(each, remarks)] for each in settings]
+        texts = [[f"{each.title} {text.rstrip()}" for text in _texts(each, remarks)] for each in settings]
         if len(settings) > FEW_SETTINGS:
             common = [Counter(text).most_common(1)[0] for text in texts]
             usual = [text for text, runs in common if 2 * runs > len(names)]

@@ -11,7 +11,7 @@ import pytest
 from harness.common.errors import UserError
 from harness.comparison.fits import fits
 from harness.comparison.records import RunRecord
-from harness.comparison.table import Column, RunsTable, number_text, table_lines
+from harness.comparison.table import Column, RunsTable, number_text, table_json, table_lines
 from harness.data.ngrams import Overlap
 from harness.runs.directory import RunDirectory
 from tests.support.compared_runs import BEST, LATEST, RunFolder, table_of
@@ -53,6 +53,15 @@ def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
     assert texts(table, "machine") == ["2 x NVIDIA H100", "2 x NVIDIA H100", "4 x NVIDIA H100"]
     assert texts(table, "trained_in") == ["", "bf16", "fp32"]
     assert [cell.value for cell in column(table, "global_batch").cells] == [8, 8, 16]
+
+
+def test_a_setting_with_the_name_of_a_number_has_a_key_of_its_own(tmp_path: Path) -> None:
+    runs = [RunFolder(tmp_path, name, {"epochs": epochs}).finish() for name, epochs in (("a", 1), ("b", 2))]
+    table = table_of(*runs)
+    values = [run["values"] for run in table_json(table)["runs"]]
+    assert [each["setting_epochs"]["value"] for each in values] == [1, 2]
+    assert all(each["epochs"]["value"] == pytest.approx(0.128, abs=1e-3) for each in values)
+    assert "  b: epochs 2.0" in table_lines(table)
 
 
 def test_of_many_settings_those_of_most_runs_are_named_once(tmp_path: Path) -> None:
