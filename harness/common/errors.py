@@ -48,8 +48,8 @@ class RunError(Exception):
 
 
 class PeerError(RunError):
-    """Failure of another rank, which prints the reason. This rank prints its own message only if the other rank does
-    not."""
+    """Failure of another rank, which prints the reason. This rank prints its own message only if its launcher has not
+    ended it after SPEAKER_PATIENCE_SECONDS."""
 
 
 # Reasons to stop a run other than signals. Their numbers are above those of all signals. STATUSES: their exit statuses.
@@ -290,8 +290,8 @@ def exit_if_ended() -> None:
 
 @contextmanager
 def signals_to(handler: Handler, numbers: Sequence[int] = STOPPING_SIGNALS) -> Iterator[None]:
-    """Let `handler` handle these signals until the end of the body, except those that this process ignores. Does
-    nothing outside the main thread, which alone can set handlers."""
+    """Let `handler` handle the signals `numbers` until the end of the body, except those that this process ignores.
+    Outside the main thread, which alone can set handlers, the body runs without this change."""
     is_main = threading.current_thread() is threading.main_thread()
     taken = [number for number in numbers if is_main and signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in taken}

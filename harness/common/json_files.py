@@ -1,5 +1,5 @@
-"""Strict reading of JSON files: no repeated or unknown keys, no NaN, and errors that name the file, and the line or the
-key that is wrong.
+"""Strict reading of JSON files: no repeated or unknown keys, no NaN, and errors that name the file and, if possible,
+the line or the key that is wrong.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _refusal(found: Sequence[Any], kind: type[BaseModel], path: Path) -> UserErr
 
 
 def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
-    """Return the error text for an unknown key, with the file that it belongs in, or with the known key that the user
-    probably meant, if there is one."""
+    """Return the error text for an unknown key. If possible, it names the file that the key belongs in, the known key
+    that the user probably meant, or what to do instead."""
     for other in RunFile.__subclasses__():
         if other is not kind and (key in other.model_fields or key in other.other_keys):
             return f"belongs in {other.model_config.get('title')}"
@@ -107,7 +107,8 @@ def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
-    """Return the text of one of pydantic's faults: its key, the reason and, unless it is a secret, the value."""
+    """Return the text of one of pydantic's faults. It has the key, the reason and, if that helps and is no secret, the
+    value. For a fault that our own validator found, it is that validator's message."""
     # Pydantic's location of a fault also contains the types that it tried for a union. These are not keys of the file.
     parts = [str(part) for part in fault["loc"]]
     key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and "[" not in part))
@@ -139,8 +140,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """Read a JSON file strictly: no repeated keys, no NaN or Infinity.
 
-    Raises UserError naming the file, and also the line if the text is not valid JSON. A pipe or device is refused,
-    because reading it could wait or go on forever. Only a pipe in /dev, like a shell's <(command), is accepted.
+    Raises UserError naming the file and, where it is known, the line. A pipe or device is refused, because reading it
+    could wait or go on forever. Only a pipe in /dev, like a shell's <(command), is accepted.
     """
     try:
         if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):

@@ -128,8 +128,8 @@ def last_owner(path: Path) -> Owner | None:
 
 
 def is_held(path: Path) -> bool | None:
-    """Return True if a living process holds the lock `path`, False if no process holds it, and None if its owner is on
-    another machine or in another container, whose processes this process cannot see.
+    """Return True if a living process holds the lock `path`, False if none is known to hold it, and None if its owner
+    is on another machine or in another container, whose processes this process cannot see.
 
     A test of the lock itself takes the lock for a moment, and another process that wants it at this moment is refused.
     So the lock is tested only if a process with the owner's pid is alive. On a file system without locks, such a

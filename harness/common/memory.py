@@ -143,8 +143,8 @@ def free_memory() -> int:
 
 
 def _free_in_cgroup(group: Path) -> int:
-    """Return how many bytes of memory the processes in a control group may still take: LARGEST_LIMIT if it has no
-    limit."""
+    """Return how many bytes of memory the processes in a control group may still take: LARGEST_LIMIT if no limit is
+    known."""
     try:
         left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

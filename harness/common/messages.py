@@ -37,7 +37,8 @@ def escape_controls(text: str) -> str:
 
 
 def quoted(value: Any) -> str:
-    """Return a value of a JSON file as JSON text, cut to SHOWN_CHARACTERS."""
+    """Return a value of a JSON file as JSON text. If it has more than SHOWN_CHARACTERS, the rest is replaced by
+    "..."."""
     try:
         text = json.dumps(value, default=str)
     except RecursionError:
@@ -50,8 +51,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     if it has the same letters in another order. A known name whose similarity to `name` is at least ALIKE also matches
     if it differs by one letter, or if it has every word of `name`, perhaps unabbreviated or spelled differently.
 
-    A known name that lacks a word of `name` does not match: `min_lr_ratio` does not match `mlp_ratio`, which may be
-    another program's key with another meaning.
+    So the key `min_lr_ratio` is not suggested for `mlp_ratio`, another program's key with another meaning.
     """
     if len(name) > SHOWN_CHARACTERS:  # too long for a typing error, and slow to compare
         return None

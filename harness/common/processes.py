@@ -1,7 +1,7 @@
 """Processes of this machine: names by which a process can check whether another one is alive, and the launcher of a
 rank.
 
-torchrun and `ddp_train.py --processes` end their ranks when they exit normally. If the launcher is killed (by the
+When a launcher (torchrun, or a command with --processes) exits normally, it ends its ranks. If it is killed (by the
 out-of-memory killer, or because its container closes), nobody ends the ranks, and nobody would see their output,
 restart them or stop them. They would keep training, while the machine costs money, or wait for hours at a rendezvous
 whose store ended with torchrun. So each rank watches its launcher itself, in a thread that the rank starts before
@@ -120,7 +120,7 @@ def is_launched() -> bool:
 
 def launcher_name() -> str:
     """Return the launcher's pid and start time, separated by a space, or only the pid if the start time cannot be read.
-    The launcher is the process that started this one and would restart it. Returns "" if there is no launcher."""
+    Returns "" if there is no launcher."""
     if not is_launched():
         return ""
     pid = _launcher or os.getppid()
@@ -136,7 +136,7 @@ def has_ended(name: str) -> bool:
 
 def exit_when_launcher_dies() -> None:
     """Start a thread that ends this process soon after its launcher has ended. If the launcher has ended already, end
-    this process now. Does nothing without a launcher."""
+    this process now. Does nothing without a launcher, or if there is such a thread."""
     global _launcher
     if _launcher or not is_launched():
         return
@@ -147,7 +147,8 @@ def exit_when_launcher_dies() -> None:
 
 
 def is_launcher_gone() -> bool:
-    """Return True once the launcher has ended. The system has then given this process another parent."""
+    """Return True once the launcher that `exit_when_launcher_dies` watches has ended. The system has then given this
+    process another parent."""
     return _launcher not in (0, os.getppid())
 
 
@@ -183,9 +184,9 @@ def _leave(remark: str) -> None:
 
 
 def _is_orphan() -> bool:
-    """Return True if the launcher had already ended when this process read the launcher's pid. ddp_train.py passes its
-    pid to its ranks. torchrun does not, but its store refuses connections once torchrun has ended. Returns False on
-    machines other than the store's, where this cannot be known."""
+    """Return True if the launcher had already ended when this process read the launcher's pid. A command with
+    --processes passes its pid to its ranks. torchrun does not, but its store refuses connections once torchrun has
+    ended. Returns False where this cannot be known, as on machines other than the store's."""
     if PARENT in os.environ:
         return os.environ[PARENT] != str(os.getppid())
     if os.environ.get("GROUP_RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -61,8 +61,8 @@ def program_commit(root: Path = ROOT) -> str | None:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of this machine's NVIDIA GPUs, or an empty list if CUDA_VISIBLE_DEVICES hides them or there is
-    no driver."""
+    """Return the names of this machine's NVIDIA GPUs, or an empty list if CUDA_VISIBLE_DEVICES hides all of them or
+    there is no driver."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
     names = []
