@@ -71,9 +71,9 @@ class Position:
 
 def find_unfinished_work(config: TrainConfig, position: Position, meta: CheckpointMeta | None) -> set[str]:
     """Return the names (see `Position.due_after`) of the work after the checkpoint's global step that is still to be
-    done. There is such work if a request to stop interrupted an evaluation, or if the step was not the run's last one
-    when the checkpoint was saved, but is now, for example because the budget was lowered. `meta` is the checkpoint's
-    meta.json; None without a checkpoint."""
+    done. There can be such work only if a request to stop interrupted an evaluation, or if the step was not the run's
+    last one when the checkpoint was saved, but is now, for example because the budget was lowered. `meta` is the
+    checkpoint's meta.json; None without a checkpoint."""
     if meta is None:
         return set()
     step = meta.global_step
@@ -95,9 +95,9 @@ FIXED_KEYS = {
 
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
-    """Raise UserError if training cannot resume from the checkpoint at `path`, because its `meta` and `now` differ in
-    the model, in the dataset or in one of FIXED_KEYS. Of the dataset, only keys that both record are compared. The
-    message shows the first difference."""
+    """Raise UserError if training cannot resume from the checkpoint that `meta` describes, because `meta` and `now`
+    differ in the model, in the dataset or in one of FIXED_KEYS. Of the dataset's record, only keys that both have are
+    compared. The message begins with `path` and shows the first difference."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
         if part == "model" and isinstance(then, dict):  # earlier versions recorded fewer keys
@@ -113,8 +113,8 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
 
 
 def check_fixed_keys(meta: CheckpointMeta, path: Path, train: Mapping[str, Any]) -> None:
-    """Raise UserError if one of FIXED_KEYS in train.json (`train`) is not as in the checkpoint at `path`, whose
-    meta.json is `meta`."""
+    """Raise UserError if one of FIXED_KEYS in train.json (`train`) is not as in the checkpoint that `meta` describes.
+    The message begins with `path`."""
     for key, default in FIXED_KEYS.items():
         then, today = meta.train.get(key, default), train[key]
         if then != today:
@@ -126,8 +126,8 @@ def check_fixed_keys(meta: CheckpointMeta, path: Path, train: Mapping[str, Any])
 
 
 def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
-    """Return True if validation losses are measured on the same text now as when the checkpoint was saved, or on none
-    both times. The checkpoint's model and dataset must have passed `check_continuable`."""
+    """Return True if validation losses are measured on the same text now as when the checkpoint was saved, or if there
+    are none now and the checkpoint records none. The checkpoint must have passed `check_continuable`."""
     then, now = (
         validation_text(provenance.model, settings, provenance.dataset) for settings in (meta.train, provenance.train)
     )
@@ -135,15 +135,15 @@ def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the keys that differ between two train.json, each as "key: old -> new" with values in JSON. A key that
-    is missing in `then` or `now` is not compared."""
+    """Return the differences between the values of `then` and `now`, such as two train.json: one for each key, as
+    "key: old -> new" with values in JSON. A key that is missing in `then` or `now` is not compared."""
     changes = [first_difference(then[key], now[key], f"{key}: ") for key in now if key in then]
     return [change for change in changes if change]
 
 
-# Keys whose change at a resumption has no effect on the losses. Most of them decide only when a checkpoint is saved and
-# which one is the best. initial_weights is read only at the run's start. In place of the keys of the global batch, the
-# resulting accumulation steps are compared.
+# Keys whose change at a resumption has no effect on the training loss. Most of them decide only when a checkpoint is
+# saved and which one is the best. initial_weights is read only at the run's start. In place of the keys of the global
+# batch, the resulting accumulation steps are compared.
 IRRELEVANT_TO_LOSSES = {
     *("validation_interval", "validation_sequences", "validation_batches", "start_val_token"),
     *("checkpoint_interval", "initial_weights", "global_batch_size", "gradient_accumulation_steps"),
@@ -151,8 +151,8 @@ IRRELEVANT_TO_LOSSES = {
 
 
 def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the changes since a checkpoint that affect the losses, each as "key: old -> new after global step N".
-    `train` is train.json now. `here` has today's values of keys of meta.json, such as `device` and
+    """Return the changes since a checkpoint that can affect the training loss, each as "key: old -> new after global
+    step N". `train` is train.json now. `here` has today's values of keys of meta.json, such as `device` and
     `accumulation_steps`. A value that the checkpoint does not record counts as the same."""
     ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *IRRELEVANT_TO_LOSSES}
     ignored -= {"residual_precision"}  # affects the speed, but changes the losses by more than rounding errors
@@ -196,7 +196,8 @@ class Experiment:
 
     @classmethod
     def load(cls, run: RunDirectory, datasets_dir: Path) -> Experiment:
-        """Read model.json and train.json of the run. Raises UserError for anything wrong in them."""
+        """Read model.json and train.json of the run. Raises UserError as `load_model_config`, `load_train_config` and
+        `check_together` do, or if the name of a dataset is not valid."""
         model = load_model_config(run.model_json)
         config = load_train_config(run.train_json, has_experts=model.moe is not None)
         for name in config.dataset_weights:
@@ -283,10 +284,9 @@ class Experiment:
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
         """Convert the run's budget in train.json (such as `train_steps` or `target_flops`) to tokens. Returns None if
         the budget is `min_train_tokens`, which needs no conversion. If the checkpoint that `meta` describes has
-        recorded the same budget, the recorded number of tokens is returned; otherwise it is computed.
+        recorded the same budget, returns the recorded one; otherwise the number of tokens is computed.
 
-        Raises UserError as `batches` does, and if the budget is less than one global batch, or more tokens than can be
-        counted.
+        Raises UserError as `batches` and `tokens_of_budget` do, or if the budget is more tokens than can be counted.
         """
         config, recorded = self.config, meta.budget if meta else None
         key, value = config.budget_key, getattr(config, config.budget_key)
@@ -325,9 +325,9 @@ class Experiment:
 
     def available_tokens(self, split_tokens: Sequence[int]) -> int:
         """Return the number of tokens that training may read: the windows of all passes over the train splits that
-        train.json's `epochs` allows, and one token more for the last target. For "repeat" it is sys.maxsize. For a
-        single split without `epochs`, or if a split has less than one sequence from `start_train_token` on, it is the
-        length of the shortest split minus `start_train_token`, which may be negative."""
+        train.json's `epochs` allows, and one token more for the last target; for "repeat", sys.maxsize. But for a
+        single split without `epochs`, or if a split has no window, it is the length of the shortest split minus
+        `start_train_token`, which may be negative."""
         order, epochs = self.window_order(split_tokens), self.config.epochs
         if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):
             return min(split_tokens) - self.config.start_train_token

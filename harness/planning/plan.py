@@ -41,18 +41,18 @@ OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.
 class InMirror(NamedTuple):
     """State of a run's mirror (harness/mirror/), as far as a plan needs it."""
 
-    name: str  # the URL of the run's folder there
-    checkpoint: str | None  # the one that the run would continue from; None if that is not in the mirror
-    meta: CheckpointMeta | None  # the checkpoint's meta.json
-    bytes_per_second: float | None  # speed of this machine's last upload; None if there was none
+    name: str  # the URL of the run's folder in the mirror
+    checkpoint: str | None  # the mirror's checkpoint that the run would continue from; None if it would use none
+    meta: CheckpointMeta | None  # that checkpoint's meta.json; None if `checkpoint` is None
+    bytes_per_second: float | None  # speed of the run's last upload from this machine; None if unknown
 
 
 @dataclass(frozen=True)
 class Plan:
     """The remaining work of a run. `position` has the remaining global steps and the token at which they start. It is
     None if these depend on the length of a dataset that is not on this machine. The steps, and what is computed from
-    them (tokens, checkpoints, disk space, time), are then unknown, and methods that return such numbers must not be
-    called."""
+    their number (tokens, checkpoints, disk space, time), are then unknown, and methods that return such numbers must
+    not be called."""
 
     experiment: Experiment
     layout: BatchLayout
@@ -106,8 +106,8 @@ class Plan:
         return unfinished + steps[-1] // interval - (steps[0] - 1) // interval + (steps[-1] % interval != 0)
 
     def describe_passes(self) -> str | None:
-        """Return a text on how often and in what order the train split is read. Return None if train.json has one
-        dataset and neither `shuffle` nor `epochs`, or if a dataset is not on this machine."""
+        """Return a text on how often and in what order the whole run reads each train split. Return None if train.json
+        has one dataset and neither `shuffle` nor `epochs`, or if a dataset is not on this machine."""
         config, order, length = self.config, self.order, self.layout.context_length
         is_plain = not config.shuffle and config.epochs is None and len(config.dataset_weights) == 1
         if order is None or self.position is None or is_plain:
@@ -130,7 +130,7 @@ class Plan:
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def added_checkpoints(self, *, at_end: bool = False) -> int:
-        """Return the largest number of checkpoints that will be on the disk in addition to those that are there now: at
+        """Return the largest number of checkpoints that can be on the disk in addition to those that are there now: at
         any time or, with `at_end`, once the run has finished without a further stop. Checkpoints that training moves to
         `aside/` are never pruned, so they make no room for new ones."""
         assert self.position is not None
@@ -200,10 +200,10 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     """Return the plan of the remaining work after the checkpoint that `meta` describes, or of the whole run if `meta`
     is None.
 
-    If the dataset is on this machine, the run is checked against it and against the checkpoint (see
-    `check_continuable`), and all token ids of the splits that training reads are checked. Otherwise only FIXED_KEYS of
-    train.json are compared with the checkpoint. Raises UserError if a check fails, and for settings with which training
-    cannot run.
+    If all datasets are on this machine, the run is checked against them and against the checkpoint (see
+    `check_continuable`), and so are the token ids of the splits that training reads. Otherwise only FIXED_KEYS of
+    train.json are compared with the checkpoint. Raises UserError if a check fails, and for a batch, a budget or a
+    schedule with which training cannot run.
     """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
@@ -283,9 +283,9 @@ def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
     """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
-    training would start from scratch. If the training program of Giles Thomas's lab notebook wrote the checkpoint, the
-    keys that its meta.json lacks are filled in. Does not verify hashes. Raises UserError as `open_start` does, and for
-    data or a batch that training would refuse."""
+    training would start from scratch. If the training program of Giles Thomas's lab notebook wrote the checkpoint, keys
+    that its meta.json lacks are filled in (see `upgrade_notebook_meta`). Does not verify hashes. Raises UserError as
+    `open_start` does, and if the data cannot be opened or the global batch does not suit `world_size` ranks."""
     found = open_start(experiment.run, checkpoint, verify=False)
     if found is None:
         return None
@@ -304,8 +304,8 @@ def describe_plan(
     notes: Sequence[str] = (),
 ) -> str:
     """Return the plan as text for a terminal. Speed, time and cost come last, followed only by the `notes`, because the
-    end of the text stays on the screen. `machine` says for which machine the plan is, if not for this one. `memory_gib`
-    is the memory of a GPU, if it is known. `mirrored` says what the run's mirror has."""
+    end of the text stays on the screen. `machine` says for which machine the plan is; None: for this one. `memory_gib`
+    is the memory of one GPU; None: unknown. `mirrored` says what the run's mirror has; None: the run has no mirror."""
     config, model = plan.config, plan.experiment.model
     lines = [*paragraph(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", indent=0), ""]
     for title, settings in (("model.json", model), ("train.json", config)):
@@ -443,9 +443,9 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def describe_start(plan: Plan) -> list[str]:
-    """Return the lines to print at the start of training. They have the remark on the dataset, if there is one, and
-    describe train.json's budget (unless it is in tokens), the passes over the data (`describe_passes`), the batch ramp
-    and the scaling rules."""
+    """Return the lines to print at the start of training: the remark on the dataset, train.json's budget (unless it is
+    `min_train_tokens`), the passes over the data (`describe_passes`), the batch ramp, and each scaled setting, as far
+    as the plan has them."""
     note = [f"note: {plan.dataset_remark}"] if plan.dataset_remark else []
     lines = [] if plan.budget is None else [f"budget: {plan.budget.describe()}"]
     if passes := plan.describe_passes():
@@ -475,10 +475,10 @@ def print_plan(
     `checked_plan`.
 
     `ranks` is the number that --processes gives, or else the number of ranks that the launcher has started. The plan is
-    for this number of ranks, unless --assume-world-size gives another one. If this machine has no GPUs, but
-    `machine_of_run` knows the machine that the run is meant for, the plan is for that machine. In this case, if `ranks`
-    is 1, the default number of ranks is the number of that machine's GPUs. Raises UserError like `checked_plan` and
-    `plan_speed`.
+    for this number of ranks, unless --assume-world-size gives another one. If `gpu_names` finds no GPU here, but
+    `machine_of_run` knows the machine that the run is meant for, the plan is for that machine, unless --assume-device
+    names another GPU. In this case, if `ranks` is 1, the default number of ranks is the number of that machine's GPUs.
+    Raises UserError as `checked_plan`, `plan_speed` and `machine_of_run` do.
     """
     said, meant, memory, assumed = None, None, None, options.assume_world_size
     if not gpu_names() and (means := machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)):

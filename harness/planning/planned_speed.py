@@ -46,7 +46,7 @@ class PlannedSpeed:
     # Training's share of the time of training and validation together; None: to be estimated
     training_share: float | None = None
     uncertainty: float = 0.0  # relative error of the speed, up or down; 0 if it is not an estimate
-    device: GpuSpec | None = None  # the GPU that the speed is for, if it is one of DEVICES
+    device: GpuSpec | None = None  # the GPU that the speed is for; None if it is unknown or not in DEVICES
 
 
 def plan_speed(
@@ -59,7 +59,7 @@ def plan_speed(
     An estimate is for the GPU of --assume-device, or else for this machine's GPUs (if they are of one kind, in DEVICES,
     and enough for all ranks), or else for `meant`, the GPU of the machine on which the run is meant to train.
 
-    Raises UserError for an unknown --assume-device, or an invalid reported.json.
+    Raises UserError for an unknown --assume-device, or as `_reported_speed` does.
     """
     device = None if options.assume_device is None else find_device(options.assume_device)
     if options.assume_device is not None and device is None:

@@ -94,14 +94,14 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
 
 @dataclass(frozen=True)
 class ScaledSettings:
-    """The keys of train.json that scaling rules changed, with their new values, and a text for each that shows the
+    """The keys of train.json to which scaling rules apply, with their new values, and a text for each that shows the
     calculation."""
 
     values: dict[str, float]
     explained: tuple[str, ...] = ()
 
     def apply(self, config: TrainConfig) -> TrainConfig:
-        """Return train.json with the scaled values."""
+        """Return a copy of `config` with the scaled values, or `config` itself if there are none."""
         return config.model_copy(update=self.values) if self.values else config
 
 
