@@ -239,6 +239,22 @@ def test_a_disk_too_small_is_refused(shop: Workshop, tmp_path: Path, monkeypatch
     assert "keep_checkpoints" not in shortages[1], "there is no lower number"
 
 
+def test_a_disk_too_small_for_the_fewest_checkpoints_gets_other_remedies(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that leaves as many checkpoints as before is no remedy: up to five stay whatever `keep_checkpoints` says,
+    and the first and the last step have one whatever `checkpoint_interval` says."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    for name, train, remedies in (
+        ("many", {"checkpoint_interval": 1}, "; set keep_checkpoints in train.json, raise checkpoint_interval, free"),
+        ("few", {"checkpoint_interval": 10}, "; raise checkpoint_interval, free"),
+        ("kept", {"checkpoint_interval": 10, "keep_checkpoints": 2}, "; raise checkpoint_interval, free"),
+        ("fewest", {"checkpoint_interval": 19}, "; free"),
+    ):
+        run = RunDirectory(shop.add_run(name, **train))
+        assert remedies in str(make_plan(experiment_of(shop, name), 1, None).disk_shortage(run)), name
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_room_for_checkpoints_suffices_and_is_needed(shop: Workshop, keep: int) -> None:
     """However a run's best checkpoints come and whenever it is stopped, it never has more checkpoints on the disk than
