@@ -348,8 +348,8 @@ def describe_plan(
     elif plan.position is None:
         rows.append(("starts from", "its checkpoint"))
     if mirrored:
-        newer = f"would continue from {mirrored.checkpoint} there" if mirrored.meta else "nothing newer is there"
-        rows.append(("mirror", f"{mirrored.name}: {newer}"))
+        chosen = mirrored.checkpoint if mirrored.meta else "no checkpoint"
+        rows.append(("mirror", f"{mirrored.name}: would continue from {chosen} there"))
         if plan.position and plan.steps:
             rows.append(("a lost machine", describe_lost_machine(plan, speed, mirrored)))
     if plan.position:
