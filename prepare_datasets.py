@@ -49,7 +49,7 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 )
 @click.option(
     "--document-separator",
-    help=r"Text between the documents of a text file, e.g. '\n\n\n'; without it, each file is one document.",
+    help=r"Text between the documents of a text file, e.g. '\n\n\n'; without it, each text file is one document.",
 )
 @click.option("--replace-invalid", is_flag=True, help="Read what is not UTF-8 as U+FFFD instead of failing.")
 @click.option(
@@ -59,7 +59,11 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     help="Read only these files of a Hub dataset; can be given several times.",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub dataset.  [default: newest commit]")
-@click.option("--delete-after", is_flag=True, help="Download next to OUTPUT_DIR, and delete each file after reading.")
+@click.option(
+    "--delete-after",
+    is_flag=True,
+    help="Download the files of a Hub dataset next to OUTPUT_DIR, and delete each after reading.",
+)
 @click.option("--tokenizer", help="gpt2, another encoding of tiktoken, or a tokenizer.json.  [default: gpt2]")
 @click.option(
     "--train-tokenizer",
@@ -80,15 +84,15 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     type=click.Choice(["seeded", "given"]),
     default="seeded",
     show_default=True,
-    help="seeded: hold out documents drawn with a fixed seed. given: hold out the last ones; fractions then count "
-    "documents, not bytes.",
+    help="seeded: hold out documents drawn with a fixed seed, or the end of a text of few long ones. given: hold out "
+    "the last ones; fractions then count documents, not bytes.",
 )
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
     help="Shuffle all training documents with this seed. With --split-order given, shuffle all documents, and hold out "
     "the last ones afterwards. Without a seed, a text of up to 16,384 documents is shuffled and a longer one only in "
-    "part; with --split-order given, neither is.",
+    "part; neither is shuffled if its end is held out.",
 )
 @click.option(
     "--exclude",
@@ -127,8 +131,9 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> None:
     """Make a token dataset from INPUT in OUTPUT_DIR (DATASETS_DIR/owner/name).
 
-    INPUT is a folder, a file or a glob, or several of these. The files are parquet, JSON lines (.jsonl) or text (.txt),
-    also with .gz or .zst. INPUT can also be the name of a dataset on the Hugging Face Hub. To resume an interrupted
+    INPUT is a folder, a file or a glob, or several of these. Of a folder, parquet, JSON lines (.jsonl) and text (.txt)
+    files are read, also with .gz or .zst. Any other file is read if it is given by name or glob: .json as JSON lines,
+    the rest as text. INPUT can also be the name of a dataset on the Hugging Face Hub. To resume an interrupted
     preparation, run the same command again.
 
     Each document ends with the token <|endoftext|>, or <|end_of_text|> if --tokenizer is a tokenizer.json that has only
@@ -236,10 +241,10 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
     train = next((split for split in splits if split.name == "train"), splits[0])
     longest, trained = train.longest_document, train.tokens  # 0 if unknown
     if longest > trained / 10:
-        hint = "" if options["document_separator"] else "; --document-separator cuts files into documents"
+        hint = "" if options["document_separator"] else "; --document-separator cuts text files into documents"
         yield (
-            f"one document has {longest / trained:.0%} of the train split's tokens; training reads it in one stretch, "
-            f"and meanwhile the loss depends on this document alone{hint}"
+            f'one document has {longest / trained:.0%} of the train split\'s tokens; without "shuffle": true in '
+            f"train.json, training reads it in one stretch, and meanwhile the loss depends on it alone{hint}"
         )
     for split in splits if not options["from_bin"] else ():
         asked, share = options.get(f"{split.name}_fraction"), split.bytes / sum(each.bytes for each in splits)
