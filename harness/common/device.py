@@ -56,7 +56,7 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_size > count:
-        devices = "1 GPU" if count == 1 else f"{count} GPUs"
+        devices = "1 visible GPU" if count == 1 else f"{count} visible GPUs"
         raise UserError(
             f"{local_size} processes on a machine with {devices}; use {processes_option(count)}, or {ON_THE_CPU}"
         )
@@ -75,15 +75,15 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
 
 
 def idle_gpus(device: torch.device, local_size: int) -> str | None:
-    """Return a remark that this machine has more GPUs than processes, or None if no GPU is idle."""
+    """Return a remark if this process sees more GPUs than this machine has ranks (`local_size`), otherwise None."""
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     idle = count - local_size
     are = "is" if idle == 1 else "are"
-    remark = f"{idle} of this machine's {count} GPUs {are} idle; {processes_option(count)} uses all of them"
+    remark = f"{idle} of {count} visible GPUs {are} idle; {processes_option(count)} uses all of them"
     return remark if idle > 0 else None
 
 
 def processes_option(count: int) -> str:
-    """Return the option that starts `count` processes: torchrun's if torchrun started this process, else
-    ddp_train.py's."""
+    """Return the option that starts `count` processes: torchrun's if torchrun started this process, and otherwise
+    --processes."""
     return f"--nproc_per_node={count}" if started_by_torchrun() else f"--processes {count}"

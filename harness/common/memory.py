@@ -119,12 +119,12 @@ def _outside_allocator(device: torch.device) -> int:
 
 
 def taken_by_others(device: torch.device) -> str | None:
-    """Return a remark if other processes hold much of a CUDA device's memory, else None. Must be called before this
-    process has put anything on the device and before NCCL allocates its buffers there."""
+    """Return a remark if other processes hold much of a CUDA device's memory, otherwise None. Must be called before
+    this process has put anything on the device and before NCCL allocates its buffers there."""
     if device.type != "cuda":
         return None
     outside, (_, total) = _outside_allocator(device), torch.cuda.mem_get_info(device)
-    held = f"{outside / GIB:.1f} of the {total / GIB:.1f} GiB of GPU {device.index}"
+    held = f"{outside / GIB:.1f} of the {total / GIB:.1f} GiB of {device}"
     return f"another process holds about {held}; `nvidia-smi` shows which" if outside > OWN_CUDA_BYTES else None
 
 

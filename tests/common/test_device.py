@@ -50,10 +50,10 @@ def test_each_rank_has_a_gpu_of_its_own(machine: pytest.MonkeyPatch) -> None:
         assert found == [torch.device("cuda", rank) for rank in range(gpus)]
         assert device.idle_gpus(found[0], gpus) is None
     remark = device.idle_gpus(device.choose_device(0, 1), 1)
-    assert remark == "7 of this machine's 8 GPUs are idle; --processes 8 uses all of them"
+    assert remark == "7 of 8 visible GPUs are idle; --processes 8 uses all of them"
     assert device.idle_gpus(CPU, 1) is None
     set_gpus(machine, 1)
-    with pytest.raises(UserError, match=r"2 processes on a machine with 1 GPU; use --processes 1, or "):
+    with pytest.raises(UserError, match=r"2 processes on a machine with 1 visible GPU; use --processes 1, or "):
         device.choose_device(1, 2)
 
 
@@ -333,11 +333,11 @@ def test_each_note_on_the_machine_is_printed_once(machine: pytest.MonkeyPatch, t
     assert result.status == 1, result
     notes = [line.removeprefix("note: ") for line in result.stdout.splitlines() if line.startswith("note: ")]
     assert [" ".join(note.split()[:4]) for note in notes] == [
-        "1 of this machine's",
+        "1 of 2 visible",
         "the model is not",
         "FlashAttention drops a share",
         "experts run slowly on",
         "MFU unknown: this program",
         "another process holds about",
     ]
-    assert notes[-1].startswith("another process holds about 79.0 of the 80.0 GiB of GPU 0")
+    assert notes[-1].startswith("another process holds about 79.0 of the 80.0 GiB of cuda:0")

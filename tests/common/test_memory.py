@@ -122,7 +122,7 @@ def test_a_limit_leaves_out_what_torch_does_not_hold_and_a_reserve(
 
 def test_another_process_on_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     PretendedGpu(monkeypatch, total=79.2, held=0.0, outside=35.25)
-    remark = "another process holds about 35.2 of the 79.2 GiB of GPU 3; `nvidia-smi` shows which"
+    remark = "another process holds about 35.2 of the 79.2 GiB of cuda:3; `nvidia-smi` shows which"
     assert taken_by_others(CUDA) == remark
     PretendedGpu(monkeypatch, total=79.2, held=0.5, outside=1.5)  # what every process takes
     assert taken_by_others(CUDA) is None
