@@ -225,7 +225,7 @@ class Experiment:
         if weights is not None and weights.is_file() and weights.resolve().is_relative_to(own):
             raise UserError(
                 f'{self.run.train_json}: key "initial_weights": in the run\'s own checkpoints, which --restart moves '
-                "away; copy the file out of them first"
+                "away; copy the file elsewhere, and name the copy"
             )
 
     @property

@@ -216,7 +216,7 @@ def test_runs_that_cannot_work(shop: Workshop, values: dict[str, Any], words: li
 
 def test_a_start_that_a_restart_moves_away(trained: Workshop) -> None:
     edit(trained, initial_weights="checkpoints/best/model.safetensors")
-    words = 'r/train.json: key "initial_weights"', "copy the file out of them first"
+    words = 'r/train.json: key "initial_weights"', "copy the file elsewhere, and name the copy"
     refused(trained, *words, modes=[["--restart"]])
     assert trained.attempt().status == 0, "a run that is resumed does not read them"
 
