@@ -170,7 +170,7 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
 
 
 def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[str, Any]) -> None:
-    """Raise UserError if a value is invalid, or if arguments and options cannot be combined."""
+    """Raise UserError if arguments and options cannot be combined, and for some values that are not valid."""
     for value in (*inputs, str(output_dir), *map(str, options.values())):
         if not is_unicode(value):
             raise UserError(f"{printable(value)}: not valid UTF-8; rename the file, or give other text")
@@ -217,7 +217,7 @@ def check_special_tokens(names: Sequence[str], vocab_size: int | None) -> None:
 
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> Iterator[str]:
     """Make the dataset, or resume its interrupted preparation. Yield lines about its splits and vocabulary, and the
-    commands that train on it. Raises the errors of `make_dataset`.
+    commands that train on it. Raises the errors of `HeldOutSplits` and `make_dataset`.
 
     Also yield a remark if one document is known to have more than a tenth of the training tokens. For a dataset made
     from text, also yield a remark for each held-out split that has fewer than FEW_DOCUMENTS documents. Unless
