@@ -56,8 +56,8 @@ SPEED = FiniteNumber(min=1e-3, max=1e12)  # tokens per second; at a lower speed,
 NOTEBOOK_JUDGE = "gpt-5.1"  # the default judge
 JUDGE_PROMPT = click.Choice(["together", "book", "notebook"])
 JUDGE_PROMPT_HELP = (
-    "together: one prompt about all models' answers. book, notebook: one prompt for each answer, in the words of "
-    "Sebastian Raschka's book or of Giles Thomas's lab notebook."
+    "together: for each question, one prompt about all models' answers. book, notebook: one prompt for each answer, in "
+    "the words of Sebastian Raschka's book or of Giles Thomas's lab notebook."
 )
 
 
