@@ -79,7 +79,7 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
     If the body fails, the draft is removed and `final` is unchanged. By default, the draft is beside `final` and has
     this process's pid in its name, so that no two processes of a host share a draft. `draft` sets another path on the
     same file system. A file that is replaced keeps its permissions; a symbolic link is replaced itself, not its target.
-    Raises OSError if `final` is a device, a pipe or a socket.
+    Raises OSError if `final` is a folder, a device, a pipe or a socket.
     """
     if final.exists() and not final.is_file() and not final.is_dir():  # a rename would replace a device like /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(final))
