@@ -262,7 +262,8 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
         if not (folder / f"{split}.safetensors").is_file():
             meta = read_json_object(folder / "meta.json") if (folder / "meta.json").is_file() else {}
             if isinstance(made := meta.get("splits"), dict) and split not in made:
-                raise UserError(f"{folder}: has no {split} split; name a dataset with one, or make it with one")
+                remedy = "name a dataset with one, or prepare this dataset with one"
+                raise UserError(f"{folder}: has no {split} split; {remedy}")
             raise UserError(
                 f"{folder}: incomplete: {split}.safetensors is missing; complete the folder, or move it away to have "
                 "the dataset fetched again"
@@ -275,8 +276,9 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
 
     The message names the file, the token id, and the vocab_size that the whole dataset needs. If the id is beyond the
     vocabulary in meta.json, too, the message says that the file may be damaged. The first call scans the whole file,
-    unless the file's dtype cannot hold an id beyond the model's vocabulary. The result is saved in DATASETS_DIR/.scans,
-    never in the dataset's folder, which may be the user's own. Also raises UserError if the split cannot be read.
+    unless the file's dtype cannot hold an id beyond the model's vocabulary. The result is saved (see `remembered`) in
+    DATASETS_DIR/.scans, never in the dataset's folder, which may be the user's own. Also raises UserError if the split
+    cannot be read.
     """
     tokens = dataset.split(split)
     if vocab_size > np.iinfo(tokens.dtype).max:  # the dtype cannot hold a larger token id, so no scan is needed
@@ -287,7 +289,7 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     needed = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
     may_be_damaged = dataset.meta.vocab_size is not None and largest >= max(needed)
     for each in filter(dataset.has_split, ("train", "validation", "test")):
-        with suppress(UserError):  # training reports an unreadable file when it opens the file
+        with suppress(UserError):  # an unreadable file is reported when it is used
             needed.append(_remembered_largest(dataset, dataset.split(each)) + 1)
     raise UserError(
         f"{tokens.path}: token id {largest} is beyond the model's vocabulary of {vocab_size}; "

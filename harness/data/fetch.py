@@ -15,9 +15,9 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
     """Make sure that DATASETS_DIR/<name> holds the splits: build or download the dataset if the folder is missing or
     empty, and print a line about it. A folder that holds the splits is left unchanged, without a network call.
 
-    Several processes of one machine may call this at the same time. Raises UserError if the name or meta.json is
-    invalid, if the folder or the obtained dataset lacks a split or a file that meta.json lists, or if the dataset
-    cannot be obtained.
+    Several processes of one machine may call this at the same time (if they download, only on a file system with
+    locks). Raises UserError if the name or meta.json is invalid, if the folder or the obtained dataset lacks a
+    split, the tokenizer or a file that meta.json lists, or if the dataset cannot be obtained.
     """
     folder = dataset_folder(datasets_dir, name)
     if not is_present(datasets_dir, name, splits):
@@ -39,7 +39,7 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
             raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
         finally:
             with suppress(OSError):
-                folder.parent.rmdir()  # removes the owner's folder if no dataset was written to it, else fails
+                folder.parent.rmdir()  # removes the owner's folder if it is empty, otherwise fails
         is_present(datasets_dir, name, splits)  # raises UserError if the fetched dataset lacks a split
     Dataset.open(datasets_dir, name)  # raises UserError if the folder is incomplete
 

@@ -39,12 +39,13 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
     """Download the dataset repository `name` (owner/name), verify its files, and move them to `folder` in one rename.
 
     Until all files are verified, they are kept in a hidden folder beside `folder`, from which the next call resumes. If
-    another process of this machine downloads the dataset, wait for it. If `folder` then has files, download nothing.
+    another process of this machine downloads the dataset, wait for it (not on a file system without locks). If `folder`
+    then has files, download nothing.
 
     The environment variables HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply, as always in huggingface_hub. In
     the main thread, SIGINT and SIGTERM end the process immediately while this runs, unless they are ignored. Raises
-    UserError if the dataset cannot be downloaded or written, if the repository lacks one of `splits`, or if the hidden
-    folder is a link or holds unfinished work of prepare_datasets.py.
+    UserError as `list_dataset_files` does, and also if the dataset cannot be downloaded or written, or if the hidden
+    folder is a link.
     """
     work = download_work(name, folder)
     partial = _partial_folder(folder)

@@ -93,7 +93,7 @@ class BatchSchedule:
         return stage.tokens_before + (step - stage.first_step) * stage.layout.global_tokens
 
     def steps_within(self, tokens: int) -> int:
-        """Return the largest number of steps that read at most `tokens` tokens."""
+        """Return the largest number of steps that read at most `tokens` tokens; 0 if `tokens` is negative."""
         stages = self.stages
         stage = stages[max(0, bisect_right(stages, tokens, key=lambda stage: stage.tokens_before) - 1)]
         return stage.first_step + max(0, tokens - stage.tokens_before) // stage.layout.global_tokens

@@ -47,7 +47,7 @@ class HeldOutHashes:
 
     def without(self, batches: Iterable[Encoded]) -> Iterator[Encoded]:
         """Yield the batches without the documents that also occur in the held-out text. A document that extends over
-        several batches is judged by its part in the first batch; this part has one or two million characters."""
+        several batches is judged by its part in the first batch; this part has about one or two million characters."""
         is_left_out: bool | None = None  # for a document that continues from the batch before; None: there is none
         for encoded in batches:
             numbers = np.cumsum(encoded.ends) - encoded.ends  # number of each piece's document within the batch

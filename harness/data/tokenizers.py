@@ -110,8 +110,8 @@ def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
     has the contents that `encoding_file` returns. Any other file is the tokenizer.json of a byte-level BPE.
 
     Raises UserError if GPT-2's vocabulary can be neither found nor downloaded, if the file is missing, damaged or of
-    another kind, if the tokenizer has no end-of-text token, or if text changes when the tokenizer encodes and decodes
-    it.
+    another kind, if the tokenizer has no end-of-text token, or if a sample text changes when the tokenizer encodes and
+    decodes it.
     """
     if name_or_file == "gpt2":
         return load_encoding("gpt2")
@@ -218,8 +218,8 @@ def read_encoding(name_or_file: str | Path) -> Any:
 
 
 def load_bpe(path: Path) -> Tokenizer:
-    """Return the tokenizer in a tokenizer.json. Raises UserError if the file is missing, damaged or not a byte-level
-    BPE, or if the tokenizer has no token with a name in ENDS_OF_TEXT."""
+    """Return the tokenizer in a tokenizer.json. Raises UserError if the file cannot be read or is damaged, if no token
+    has a name in ENDS_OF_TEXT, or if a token has a character that stands for no byte (see `character_of_byte`)."""
     import tokenizers
 
     try:

@@ -101,7 +101,8 @@ def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
     (folder / ".lock").symlink_to(preparer.path / "nothing")  # as editors make
     done = preparer.result("texts", "out", *SMALL, *IN_ORDER, "--validation-fraction", "0.25")
     assert (
-        done.stderr == "not read (perhaps not text, or a link to a folder; give a glob to read them): data.json, link\n"
+        done.stderr == "not read (perhaps not text, or a link to a folder or to nothing; to read some, give a glob): "
+        "data.json, link\n"
     )
     assert documents_of(preparer.path / "out", "train") == DOCUMENTS[:30]
     assert documents_of(preparer.path / "out", "validation") == DOCUMENTS[30:]
@@ -271,7 +272,7 @@ def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
     ("line", "message"),
     [
         *[(line, "line 2: not") for line in ("[1]", "5", "{", '"text"', "{}" * 2, "[" * 100_000)],
-        ('{"txt": "a"}', 'line 2: no column "text"; found: txt; give --text-column txt'),
+        ('{"txt": "a"}', 'line 2: no column "text"; found: txt; give --text-column txt, or correct the line'),
         *[(f'{{"text": {value}}}', f'line 2: key "text" holds {value}, not text') for value in ("5", "0", "false")],
         ('{"text": "a \\ud83d b"}', "line 2: holds half of a surrogate pair"),
     ],

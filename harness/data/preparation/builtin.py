@@ -80,7 +80,7 @@ def standard_library() -> dict[str, str]:
 
 def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
     """Divide `documents` (path -> text) among the splits, and return the texts of each split. HELD_OUT_SHARES gives the
-    splits' shares of the bytes, which are met approximately. Every document is in exactly one split.
+    held-out splits' shares of the bytes, which are met approximately. Every document is in exactly one split.
 
     Documents are sorted by the hash of their path, so that any slice of a split is a sample of the whole library.
     """

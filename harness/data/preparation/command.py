@@ -43,8 +43,8 @@ SECONDS_BETWEEN_LINES = 10.0
 BYTES_PER_WORKER = 2**22  # of input; starting a process takes longer than encoding fewer bytes
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 LINE_FORMAT = "{percentage:3.0f}% {elapsed}<{remaining}{postfix}"
-# Options that determine the bytes of the dataset; `_deciding` adds others if they are given. Interrupted work resumes
-# only with the same values of these, except that replace_invalid may be added.
+# Options that determine the splits and the tokenizer; `_deciding` adds others if they are given. Interrupted work
+# resumes only with the same values of these, except that replace_invalid may be added.
 DECIDING = (
     *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
     *("validation_fraction", "test_fraction", "split_order", "shuffle_seed"),
@@ -72,8 +72,8 @@ def make_dataset(
     interrupted preparation. Return the splits and the vocabulary size.
 
     `options` are the options of prepare_datasets.py by name; `held_out` is the text of --exclude. Raises UserError if
-    an option or the input is wrong. After KeyboardInterrupt, and after RunError unless its message asks for --restart,
-    running the same command again resumes the work, or for token shards begins it anew.
+    an option, the input or `target` cannot be used. After KeyboardInterrupt, and after RunError unless its message asks
+    for --restart, running the same command again resumes the work, or for token shards begins it anew.
     """
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before `work.open` creates folders
@@ -196,11 +196,11 @@ def _tokenize(
     show: Show,
 ) -> None:
     """Write the tokens of documents that may go into the validation or test split to `pool` (none if --split-order is
-    `given`), and the tokens of all other documents to `text`. Call `show`, which reports the progress, after each
-    batch. The last document is the one with which `most` is reached. The rest of its batch is not written, but all
-    empty and excluded documents of the batch are counted.
+    `given`), and the tokens of all other documents to `text`. Call `show`, which reports the progress, after each batch
+    but perhaps the last. The document with which `most` is reached is the last one that is written; empty and excluded
+    documents after it may be counted.
 
-    The journal (the work folder's record of what is done) is saved after every COMMIT_TOKENS tokens, at the end, and if
+    The journal (the work folder's record of what is done) is saved about every COMMIT_TOKENS tokens, at the end, and if
     UserError, RunError or KeyboardInterrupt ends this function. The work can be resumed from the last save.
     """
     journal = work.journal
@@ -261,10 +261,10 @@ def _begin_within(
 
 
 def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
-    """Shuffle the text if the rules say so, write the files of the splits, and store the list of splits in the journal
-    (the work folder's record of what is done). `pool` has the documents that may go into the validation or test split
-    (none if --split-order is `given`), and `text` has all others. Skips steps that are done according to the
-    journal."""
+    """Divide the text into splits, shuffle it as the rules say, write the files of the splits, and store the list of
+    splits in the journal (the work folder's record of what is done). `pool` has the documents that may go into the
+    validation or test split (none if --split-order is `given`), and `text` has all others. Skips steps that are done
+    according to the journal."""
     journal = work.journal
     if journal.phase == "read":
         pool.size = journal.here.pool

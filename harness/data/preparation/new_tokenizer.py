@@ -44,9 +44,9 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
     write nothing and return "gpt2".
 
     `given` is the value of --tokenizer. If `train` is not None, `given` is ignored, and `train` is called with the path
-    to which it must write a new tokenizer. An interrupted call leaves no partial file. An existing file is kept,
-    because the same options made it. Raises UserError if the tokenizer's vocabulary cannot be downloaded or used, and
-    the errors of `train`.
+    to which it must write a new tokenizer. An interrupted call leaves no incomplete file of that name. An existing file
+    is kept, because the same options made it. Raises UserError if the tokenizer's vocabulary cannot be downloaded or
+    used, and the errors of `train`.
     """
     if given == "gpt2" and not train:
         return "gpt2"
@@ -70,17 +70,16 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 
 
 def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> list[str]:
-    """Return the text to train a tokenizer on, in pieces.
+    """Return the text to train a tokenizer on, in pieces: the beginnings of the files that `source.sampled` chooses.
 
-    Of a small text, return everything except the held-out splits. A text is small if `source.sampled` chooses all files
-    and they have fewer than about SAMPLE_CHARACTERS characters. If documents are shuffled before the last ones are held
-    out, the held-out splits are not left out, because they are not known yet.
+    Of each file, at most SAMPLE_CHARACTERS characters are returned if the chosen files have no more bytes than that on
+    the disk (they may be compressed), and otherwise at most SAMPLE_CHARACTERS divided by their number.
 
-    Of any other text, return the beginnings of the files that `source.sampled` chooses: at most about SAMPLE_CHARACTERS
-    characters together or, if these files have no more bytes than that on the disk (but compressed text), of each file.
-    If `rules.order` is "given" without a shuffle, cut off the held-out splits' shares from the end of that sample. Some
-    of the documents may be held out later. The options --exclude, --max-documents and --max-tokens do not apply to the
-    sample. Raises the errors of reading the files.
+    If all files are chosen and together have fewer characters than this limit of one file, the held-out splits are left
+    out, except if documents are shuffled before the last ones are held out, because these are not known yet. In every
+    other case, some of the documents may be held out later; if `rules.order` is "given" without a shuffle, the held-out
+    splits' shares are cut off from the end of the sample. The options --exclude, --max-documents and --max-tokens do
+    not apply to the sample. Raises the errors of reading the files.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS

@@ -7,8 +7,9 @@ instead of tokens, so that the choice does not depend on the tokenizer, which ma
 A text can have tens of millions of documents, too many to sort by their draws. Instead, while the text is read, the
 documents with small draws are written to a separate stream, the pool. Only these may be held out. All other documents
 are written to the training stream. At the end, the pool's documents that are not held out are appended to the training
-stream, in the order of their draws. The training stream then becomes the file of the train split without being copied.
-All documents of a small text are in the pool, so a small text is completely shuffled.
+stream, in the order of their draws. The training stream then becomes the file of the train split without being copied
+(except to shuffle it, with --shuffle-seed). All documents of a small text are in the pool, so a small text is
+completely shuffled.
 
 With `--split-order given`, or if a split would otherwise get no document, splits are ranges of one stream. The ranges
 at its end are copied to the files of the held-out splits, and the rest becomes the train split. Token shards
@@ -75,9 +76,9 @@ class SplitRules:
         `draws` and `lengths`, (documents,) each, have the pseudorandom number and the length of each document of the
         pool (the documents that may be held out). `total` is the length of the whole text. Lengths are in bytes.
 
-        From the smallest draw to the largest, each document goes into the first held-out split whose length it brings
-        closer to the split's share, or else into none. Hence no document longer than twice the share of a split is held
-        out in it. Validation is tried first, so that adding a test split hardly changes the validation split.
+        From the smallest draw to the largest, each document goes into the first held-out split whose share still lacks
+        at least half of the document's length, or into none. Hence no document longer than twice the share of a split
+        is held out in it. Validation is tried first, so that adding a test split hardly changes the validation split.
         """
         wanted = {name: share * total for name, share in reversed(self.held_out().items())}
         chosen: dict[str, list[int]] = {name: [] for name in wanted}
@@ -92,8 +93,9 @@ class SplitRules:
 
 def draws(first: int, count: int) -> np.ndarray:
     """Return a pseudorandom number (the draw) for each of the `count` documents from number `first` on: (count,)
-    float64, uniform in [0, 1). A draw depends only on the document's number. Documents without text are not numbered.
-    The raw words of Philox are used because they are the same in every version of numpy."""
+    float64, uniform in [0, 1). A draw depends only on the document's number. Documents without text, or left out by
+    --exclude, are not numbered. The raw words of Philox are used because they are the same in every version of
+    numpy."""
     words = 4  # raw words that Philox makes from each counter value
     raw = np.random.Philox(key=DRAWING_KEY, counter=first // words).random_raw(first % words + count)
     return (raw[first % words :] >> np.uint64(11)) * 2.0**-53
@@ -101,8 +103,8 @@ def draws(first: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Split:
-    """Split as a range of a token stream, with counts of its contents. `bytes` counts UTF-8 text without end-of-text
-    tokens."""
+    """Split with counts of its contents. Its tokens begin at position `start` of a token stream, or are a file of their
+    own (`start` is then 0). `bytes` counts UTF-8 text without end-of-text tokens."""
 
     name: str
     start: int

@@ -78,8 +78,8 @@ def text_suffix(name: str) -> str | None:
 
 
 def is_surely_text(name: str) -> bool:
-    """Return True if the name of a file in an input folder or Hub dataset shows that the file is text. A .json file is
-    read only if the user names it, because it may hold something other than lines of JSON."""
+    """Return True if the name of a file in an input folder or Hub dataset shows that the file is text. The name of a
+    .json file does not show this, because the file may hold something other than lines of JSON."""
     return text_suffix(name) not in {None, ".json"}
 
 
@@ -91,7 +91,7 @@ class TextSource:
     """Text files in a fixed order. The files of this class are on this machine; the subclass `HubText` downloads
     files."""
 
-    name: str  # as the user typed it
+    name: str  # as the user typed it, abbreviated if it is many names
     files: list[TextFile]
     origin: Mapping[str, object]  # where the text came from, for meta.json
 
@@ -129,8 +129,8 @@ def find_text(patterns: Sequence[str]) -> TextSource:
     A folder is searched recursively for files whose names show that they are text (`is_surely_text`). A line on
     standard error names some of the folder's other files, links to folders and broken links. Hidden files and folders
     are neither read nor named. A file that is given by name or matches a glob is read in any case, as plain text if its
-    suffix is not that of a known format. A file that is named several times, also by different paths, is read once.
-    Raises UserError if there is no file to read for a pattern.
+    suffix is not that of a known format. A file that is named several times, also by different paths to its folder, is
+    read once. Raises UserError if there is no file to read for a pattern.
     """
     found: dict[str, Path] = {}
     ignored: list[str] = []
@@ -160,7 +160,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
         ignored += others
     if ignored:
         names = printable(abbreviated(ignored))
-        tell(f"not read (perhaps not text, or a link to a folder; give a glob to read them): {names}")
+        tell(f"not read (perhaps not text, or a link to a folder or to nothing; to read some, give a glob): {names}")
     once: dict[Path, tuple[str, Path]] = {}  # by the path without links to folders and without ".."
     resolved = cache(Path.resolve)
     for name, path in sorted(found.items()):
@@ -173,7 +173,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """Return the file named `pattern`, or else the files that match `pattern` as a glob."""
+    """Return the file named `pattern` or, if there is none, the files that match `pattern` as a glob."""
     paths = [Path(pattern)] if Path(pattern).is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
     return [path for path in paths if path.is_file()]
 
@@ -185,10 +185,10 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     """Yield the documents of a file in order, in pieces. The file's suffix gives its format; if the suffix is unknown,
     the file is read as plain text.
 
-    Raises UserError if the text column is missing, or if a parquet file has it twice or with something other than text.
-    Raises RunError if the file cannot be read or is damaged, if a JSON line is not an object or its text is neither a
-    string nor null, or if text is not valid Unicode and `form.errors` is "strict". The message about a damaged file
-    gives the position of the fault, or the number of documents before it.
+    Raises UserError if the text column (of a JSON line: the key) is missing, or if a parquet file has it twice or with
+    something other than text. Raises RunError if the file cannot be read or is damaged, if a JSON line is not an object
+    or its text is neither a string nor null, or if text is not valid Unicode and `form.errors` is "strict". The message
+    about a damaged file gives the fault's position, or the number of documents that were read before it.
     """
     documents = 0
     try:
@@ -267,7 +267,7 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str:
     """Return the document in line `number` of a file of JSON lines. A null is an empty document. Raises UserError if
     the line lacks the key `form.text_column`. Raises RunError if the line is no JSON object, if the document is not
-    text, or if the text is not valid Unicode and `form.errors` is "strict".
+    text, or if `form.errors` is "strict" and the line is not valid UTF-8 or the document is not valid Unicode.
     """
     try:
         # pydantic_core is faster than json and needs a third of the memory. From a line of 100 MB that contains one
@@ -289,7 +289,7 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
     if not isinstance(value, dict):
         raise RunError(f"{where}: not an object but {quoted(value)[:60]}; write one object a line")
     if key not in value:
-        raise _missing_column(where, key, list(value))
+        raise UserError(f"{_missing_column(where, key, list(value))}, or correct the line")
     text = "" if value[key] is None else value[key]
     if not isinstance(text, str):
         raise RunError(f"{where}: key {quoted(key)} holds {quoted(text)[:60]}, not text; correct or remove the line")

@@ -49,8 +49,8 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     """Return the position, number and dtype of the tokens in a file. `stated_dtype` is the dtype that the user gives
     for files without a header; None means uint16.
 
-    Raises UserError if the file is damaged or not a file of tokens, if its header has an unknown version, or if it has
-    no header, `stated_dtype` is None, and its tokens look like uint32.
+    Raises UserError if the header or the size shows that the file is damaged or not a file of tokens, if the header has
+    an unknown version, or if the file has no header, `stated_dtype` is None, and its tokens look like uint32.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -103,7 +103,7 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
     file's name contains its split. In a folder, only .bin and .npy files are found, and not those in its subfolders.
     `stated_dtype` is the dtype of files without a header, as for `open_shard`.
 
-    Raises UserError if a pattern matches no file, if there is no shard for training, if a file is not a shard, or if a
+    Raises UserError as `open_shard` does, and if a pattern matches no file, if there is no shard for training, or if a
     file's name contains no split. Raises UserError also if a name is not valid UTF-8, because meta.json could not list
     it.
     """

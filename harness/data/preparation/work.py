@@ -1,6 +1,6 @@
 """Work folder and journal of a preparation. The dataset is made in a hidden folder beside its final path until it is
-complete. The journal in the folder records the progress, so that a killed preparation resumes and writes the same bytes
-as an uninterrupted one.
+complete. The journal in the folder records the progress, so that a killed preparation from text resumes and writes the
+same bytes as an uninterrupted one. (An import of token shards begins anew.)
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raise UserError if a new dataset folder cannot be made at `target`, or if the name of that dataset would not be
-    valid in train.json. A folder with files is refused, except if `overwrite` is true and all files are parts of a
+    """Raise UserError if a new dataset folder cannot be made at `target`, or if its path gives the dataset no name of
+    the form owner/name. A folder with files is refused, except if `overwrite` is true and all files are parts of a
     dataset."""
     # A target of one part, without an owner, is accepted: the user moves it to DATASETS_DIR/owner/name later.
     for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
@@ -49,7 +49,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def is_dataset_file(name: str) -> bool:
-    """Return True if datasets of this tool or of the Hub have files called `name`."""
+    """Return True if a dataset of this tool, here or on the Hub, can have a file called `name`."""
     return name in DATASET_FILES or name.endswith(".tiktoken.json")
 
 
@@ -169,16 +169,15 @@ class WorkFolder:
         self.path.rmdir()
 
     def save(self, phase: Phase) -> None:
-        """Write the journal with `phase`, the phase that the work has reached. The file is on the disk when this
-        returns."""
+        """Write the journal, in one rename, with `phase`, the phase that the work has reached."""
         self.journal.phase = phase
         replace_text(self.journal_path, json.dumps(asdict(self.journal)) + "\n")
 
     def resume_or_begin(self, options: dict[str, Any], files: list[list[str]], *, restart: bool) -> Journal:
         """Return the journal of the interrupted work in this folder, or a new journal if there is no such work or if
         `restart` is true. Also create `self.dataset`, set `self.journal`, and save the journal and, until all text has
-        been read, `files` (in files.json). `options` are the options that determine the dataset's bytes; `files` are
-        the [name, version] of each input file.
+        been read, `files` (in files.json). `options` are the options that determine the splits and the tokenizer;
+        `files` are the [name, version] of each input file.
 
         If the journal of the interrupted work has no tokens (as always for token shards), new work begins if options or
         files have changed. If it has tokens, other options raise UserError. The option replace_invalid may be added,
@@ -233,9 +232,9 @@ class WorkFolder:
         return journal
 
     def leave(self) -> None:
-        """Delete the work folder if its journal has no tokens (as always for token shards), and then the empty parent
-        folders that `open` created. A folder that cannot be deleted stays. Raises UserError if the journal is
-        damaged."""
+        """Delete the work folder if it has no journal, or one without tokens (as always for token shards), and then the
+        empty parent folders that `open` created. A folder that cannot be deleted stays. Raises UserError if the journal
+        is damaged."""
         journal = _read(self.journal_path, _journal)
         if journal is None or not journal.here.total.tokens:
             with suppress(OSError):
