@@ -154,17 +154,15 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
         for line in (verify if options["verify"] else describe)(Dataset.at(folder)):
             click.echo(line)
     if options["push_to_hub"]:
-        from harness.data.hub import upload_dataset
+        from harness.data.hub import push_command, upload_dataset
 
-        public = " --public" if options["public"] else ""
-        again = (
-            f"prepare_datasets.py --verify {shlex.quote(str(folder))} --push-to-hub {options['push_to_hub']}{public}"
-        )
+        name, public = options["push_to_hub"], options["public"]
         try:
-            address = upload_dataset(Dataset.at(folder), options["push_to_hub"], public=options["public"])
+            address = upload_dataset(Dataset.at(folder), name, public=public)
         except KeyboardInterrupt:
             number = EXIT.stop_signal or signal.SIGINT
-            tell(f"stopped by {signal.Signals(number).name}; to continue: uv run {again}")
+            again = push_command(folder, name, public=public)
+            tell(f"stopped by {signal.Signals(number).name}; to continue: {again}")
             raise RunStopped(number) from None
         click.echo(f"Uploaded to {address}")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
@@ -154,6 +155,12 @@ def _leaving_at_once(name: str) -> AbstractContextManager[None]:
 # To the Hub ----------------------------------------------------------------------------------------------------------
 
 
+def push_command(folder: Path, name: str, *, public: bool) -> str:
+    """Return the command that uploads the dataset in `folder` to the repository `name`."""
+    visibility = " --public" if public else ""
+    return f"uv run prepare_datasets.py --verify {shlex.quote(str(folder))} --push-to-hub {name}{visibility}"
+
+
 def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
     """Upload the dataset's files as one commit to the dataset repository `name`, and return the repository's address.
 
@@ -162,7 +169,7 @@ def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
     deleted if the dataset no longer has them. Other files in the folder are the user's own and are not uploaded. Files
     that the Hub already has are not sent again. Raises UserError if a token file cannot be read or the upload fails.
     """
-    again = f"prepare_datasets.py --verify {dataset.folder} --push-to-hub {name} sends what is missing"
+    again = f"{push_command(dataset.folder, name, public=public)} sends what is missing"
     work = HubWork(
         name, "dataset", dataset.folder, "--push-to-hub", "upload the folder by hand", again, verb="write to"
     )

@@ -141,6 +141,17 @@ def test_a_refused_upload_keeps_the_dataset_and_says_how_to_go_on(preparer: Prep
     assert "train.safetensors" in hub.datasets["me/mine"].files
 
 
+def test_the_remedy_of_a_failed_upload_keeps_a_new_dataset_public(preparer: Preparer, hub: FakeHub) -> None:
+    stops = "import huggingface_hub\ndef fail(*arguments, **options): raise ConnectionError\n"
+    stops += "huggingface_hub.HfApi.create_repo = fail\n"
+    push = ["--push-to-hub", "me/mine", "--public"]
+    done = preparer.result("a.jsonl", "my sets/me/mine", *SMALL, *push, prelude=stops)
+    assert done.status == 2, done
+    again = done.stderr.partition("prepare_datasets.py ")[2].partition(" sends what is missing")[0]
+    preparer.run(*shlex.split(again))
+    assert not hub.datasets["me/mine"].private
+
+
 def test_an_interrupted_upload_continues_by_the_command_that_is_printed(preparer: Preparer, hub: FakeHub) -> None:
     stops = "import huggingface_hub\ndef stop(*arguments, **options): raise KeyboardInterrupt\n"
     stops += "huggingface_hub.HfApi.create_commit = stop\n"
