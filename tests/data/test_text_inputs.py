@@ -224,9 +224,9 @@ INVALID = pa.table({"text": pa.array([RAW]).view(pa.string())})
 @pytest.mark.parametrize(
     ("name", "content", "place"),
     [
-        ("a.txt", RAW, "not valid UTF-8 at byte 3; convert it"),
-        ("a.jsonl", b'{"text": "' + RAW + b'"}\n', "line 1: not valid UTF-8 at byte 13 of the line; convert it"),
-        ("a.parquet", INVALID, "not valid UTF-8 after 0 documents; convert it"),
+        ("a.txt", RAW, "not valid UTF-8 at byte 3; convert the file"),
+        ("a.jsonl", b'{"text": "' + RAW + b'"}\n', "line 1: not valid UTF-8 at byte 13 of the line; convert the file"),
+        ("a.parquet", INVALID, "not valid UTF-8 after 0 documents; convert the file"),
         ("b.jsonl", b'{"text": "caf\\ud83d ol\xc3\xa9"}\n', "line 1: holds half of a surrogate pair"),
     ],
 )
@@ -258,7 +258,9 @@ def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
     tokenizer = preparer.prepare(preparer.path / "texts" / "0.jsonl", "for-its-tokenizer") / "tokenizer.json"
     (preparer.path / "texts" / "1.txt").write_bytes(b"\xe9t\xe9")
     arguments = ["texts", "out", "--tokenizer", tokenizer]
-    assert "1.txt: not valid UTF-8 at byte 0" in preparer.run(*arguments, status=1)
+    line = preparer.run(*arguments, "--restart", status=1)
+    assert "1.txt: not valid UTF-8 at byte 0" in line
+    assert "run the same command again (without --restart" in line
     (preparer.path / "texts" / "2.jsonl").write_text("broken\n")
     assert "2.jsonl: line 1: not JSON" in preparer.run(*arguments, "--replace-invalid", status=1)
     assert "other options (replace_invalid: any, not False)" in preparer.run(*arguments, status=2)

@@ -31,10 +31,6 @@ SMALL_BYTES = 2**26  # a tokenizer is trained on all files if they have at most 
 SAMPLED_FILES = 16  # otherwise on at most this many
 READ_BYTES = 2**20
 MOST_ROWS = 64  # largest number of rows to read from a parquet file at a time
-NOT_TEXT = (
-    "convert it to UTF-8 (iconv) or leave it out, and run the same command again; or add --replace-invalid to read "
-    "invalid bytes as U+FFFD, or --from-bin if it is a file of tokens"
-)
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
             yield piece
             documents += piece.ends
     except UnicodeDecodeError:
-        raise RunError(f"{file.path}: not valid UTF-8 after {documents:,} documents; {NOT_TEXT}") from None
+        raise _not_utf8(f"{file.path}: not valid UTF-8 after {documents:,} documents") from None
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, OSError) and error.errno:
             raise RunError(f"{file.path}: {error.strerror}") from None
@@ -206,6 +202,14 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
             f"{file.path}: damaged {kind} file after {documents:,} documents ({reason}); repair or remove it and "
             f"{EXIT.again}"
         ) from None
+
+
+def _not_utf8(problem: str) -> RunError:
+    """Return the error for a file that is not valid UTF-8. `problem` names the file and the place in it."""
+    return RunError(
+        f"{problem}; convert the file to UTF-8 (iconv) or leave it out, and {EXIT.again}; or add --replace-invalid to "
+        "read invalid bytes as U+FFFD, or --from-bin if it is a file of tokens"
+    )
 
 
 def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
@@ -281,7 +285,7 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
     try:
         value = json.loads(line.decode("utf-8-sig", errors=form.errors))
     except UnicodeDecodeError as error:
-        raise RunError(f"{where}: not valid UTF-8 at byte {error.start:,} of the line; {NOT_TEXT}") from None
+        raise _not_utf8(f"{where}: not valid UTF-8 at byte {error.start:,} of the line") from None
     except (ValueError, RecursionError) as error:
         is_array = number == 1 and line.lstrip().startswith(b"[")
         hint = "this is a JSON array; write one object a line" if is_array else "correct or remove the line"
@@ -314,7 +318,7 @@ def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
                 rest += decoder.decode(block, is_last)
             except UnicodeDecodeError as error:
                 place = read - len(error.object) + error.start
-                raise RunError(f"{file.path}: not valid UTF-8 at byte {place:,}; {NOT_TEXT}") from None
+                raise _not_utf8(f"{file.path}: not valid UTF-8 at byte {place:,}") from None
             *documents, rest = rest.split(form.separator) if form.separator else [rest]
             for text in documents:
                 yield Piece(text, True, file.number, raw.tell())
