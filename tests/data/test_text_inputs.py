@@ -274,6 +274,7 @@ def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
     ("line", "message"),
     [
         *[(line, "line 2: not") for line in ("[1]", "5", "{", '"text"', "{}" * 2, "[" * 100_000)],
+        ('{"text": a}', r"line 2: not JSON \(Expecting value: column 10\); correct"),
         ('{"txt": "a"}', 'line 2: no column "text"; found: txt; give --text-column txt, or correct the line'),
         *[(f'{{"text": {value}}}', f'line 2: key "text" holds {value}, not text') for value in ("5", "0", "false")],
         ('{"text": "a \\ud83d b"}', "line 2: holds half of a surrogate pair"),

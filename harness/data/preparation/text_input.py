@@ -289,7 +289,11 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
     except (ValueError, RecursionError) as error:
         is_array = number == 1 and line.lstrip().startswith(b"[")
         hint = "this is a JSON array; write one object a line" if is_array else "correct or remove the line"
-        raise RunError(f"{where}: not JSON ({str(error)[:80]}); {hint}") from None
+        # The error's own text gives a line of the text that was parsed, which is a single line of the file.
+        reason = str(error)[:80]
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg}: column {error.pos + 1:,}"
+        raise RunError(f"{where}: not JSON ({reason}); {hint}") from None
     if not isinstance(value, dict):
         raise RunError(f"{where}: not an object but {quoted(value)[:60]}; write one object a line")
     if key not in value:
