@@ -417,7 +417,7 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
     Raises UserError if the split is too short even for a microbatch of 1, or if a global batch is not a multiple of the
     number of ranks.
     """
-    config, tokens = experiment.config, min(data.lengths("train"))
+    config = experiment.config
     # All passes that `epochs` allows count. The last token is only a target, so it is subtracted below.
     there = experiment.available_tokens(data.lengths("train"))
     if undivided := [size for size in config.global_batches if size % world.size]:
@@ -430,9 +430,9 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
     ceiling = (there - 1) // per_sequence
     if ceiling < 1:
         raise UserError(
-            f"the train split of {config.data_name} is too short for one global batch: wanted "
-            f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {tokens:,}; use a longer dataset, "
-            "use fewer ranks, or lower start_train_token or gradient_accumulation_steps"
+            f"the train split of {config.data_name} is too short for one global batch: wanted {per_sequence + 1:,} "
+            f"tokens, but training may read {max(0, there):,}; use a longer dataset or fewer ranks, lower "
+            'start_train_token or gradient_accumulation_steps, or allow more passes over the split with "epochs"'
         )
     return min([ceiling, *(size // world.size for size in config.global_batches)])
 

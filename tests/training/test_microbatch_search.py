@@ -500,6 +500,15 @@ def test_passes_of_epochs_count(tmp_path: Path) -> None:
     assert search.find(1000) == InThisProcess.holds
 
 
+@pytest.mark.parametrize(("keys", "there"), [({"start_train_token": 20}, 50), ({"epochs": 0.5}, 33)])
+def test_a_text_too_short_for_a_batch_is_refused_with_the_tokens_that_training_may_read(
+    keys: dict[str, Any], there: int, tmp_path: Path
+) -> None:
+    experiment = loaded(Workshop(tmp_path), tokens=70, gradient_accumulation_steps=4, **keys)
+    with pytest.raises(UserError, match=f"wanted 65 tokens, but training may read {there}; "):
+        largest_with_data(experiment, ALONE, experiment.open_data())
+
+
 def test_a_folder_that_takes_nothing_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A result that cannot be written causes a warning of one line. Here a file is in the place of the results folder.
     A read-only folder would not do, because the tests may run as root, who could write into it."""
