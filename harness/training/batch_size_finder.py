@@ -71,11 +71,11 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     train.json to the largest size that training accepts, up to the size found. Collective: joins the other ranks, and
     leaves them at the end.
 
-    Raises RunError if not even one sequence fits. Raises UserError if a dataset cannot be downloaded, if the train
-    split is too short or has token ids outside the model's vocabulary, if a global batch is not a multiple of the
-    number of ranks, if training is not possible on this device with the settings in train.json, or if the device is a
-    CPU and the system is not Linux. With `write`, also raises UserError if train.json cannot be changed, or if training
-    would refuse every size. Raises errors as `World.join` does.
+    Raises RunError if not even one sequence fits. Raises UserError as `fetch_data` and `largest_with_data` do, if the
+    train split has token ids outside the model's vocabulary, if training is not possible on this device with the
+    settings in train.json, or if the device is a CPU and the system is not Linux. With `write`, also raises UserError
+    if train.json cannot be changed, or if training would refuse every size up to the one found. Raises errors as
+    `World.join` does.
     """
     world, config = World.join(), experiment.config
     if write:  # before a search that may take minutes
@@ -383,9 +383,9 @@ def largest_that_fits(
     first size is 1, and no size is more than `growth` times the largest that is known to fit.
 
     `guess` returns an estimate of the result from the calls of `fits` so far, or None. A size at or near the estimate
-    is tried next, in place of the size that growth or bisection would give. An estimate is ignored if the sizes tried
-    so far contradict it, if it is beyond the size that growth would give, or if too few sizes are left. Good estimates
-    make the search shorter, and bad ones make it only a little longer.
+    is tried next, in place of the size that growth or bisection would give. An estimate is ignored if it is far outside
+    the sizes that may be tried next, or if these are few. Good estimates make the search shorter, and bad ones make it
+    only a little longer.
     """
     low, high, guesses = 0, ceiling + 1, 0  # the largest size known to fit, and the smallest known not to fit
     while high - low > max(1, low // fineness):
@@ -410,12 +410,13 @@ def largest_that_fits(
 
 
 def largest_with_data(experiment: Experiment, world: World, data: TrainingData) -> int:
-    """Return the largest microbatch, in sequences, for which the train split has enough tokens from `start_train_token`
-    on for one global batch. Of several datasets, the shortest train split decides. If train.json sets the global batch,
-    the result is at most one rank's part of it, or with a ramp, of the smallest global batch.
+    """Return the largest microbatch, in sequences, for which training may read enough tokens (see
+    `Experiment.available_tokens`) for all microbatches of one step. If train.json sets the global batch, only one
+    microbatch per rank is counted, and the result is at most one rank's part of the global batch, or with a ramp, of
+    the smallest one.
 
-    Raises UserError if the split is too short even for a microbatch of 1, or if a global batch is not a multiple of the
-    number of ranks.
+    Raises UserError if there are too few tokens even for microbatches of 1, or if a global batch is not a multiple of
+    the number of ranks.
     """
     config = experiment.config
     # All passes that `epochs` allows count. The last token is only a target, so it is subtracted below.

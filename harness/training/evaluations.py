@@ -74,8 +74,8 @@ class Evaluations:
         dataset the dict is empty. A mean is not finite if the loss of one of its microbatches is not.
         `validation_ranks` decides whether rank 0 alone computes the losses or all ranks share the work.
 
-        Raises RunStopped on every rank if any rank has a reason to stop meanwhile. The evaluation is not finished in
-        that case, because torchrun kills ranks 30 seconds after a signal.
+        Raises RunStopped on every rank if a reason to stop interrupts the evaluation on any rank. It is interrupted
+        because torchrun kills ranks 30 seconds after a signal.
         """
         losses = {
             name: self._loss(loader, count, Place(step, "validation"))
@@ -107,7 +107,7 @@ class Evaluations:
         """Return the scores of train.json's benchmarks after global step `step`. If they cannot be computed, warn and
         return an empty list.
 
-        Raises RunStopped on every rank if any rank had a reason to stop meanwhile.
+        Raises RunStopped on every rank if a reason to stop interrupts the evaluation on any rank.
         """
         work = SharedWork(self.world, True, self.stop, Place(step, "benchmarks"))
         assert self.tokenizer is not None
@@ -149,8 +149,8 @@ class EvaluationFailed(Exception):  # noqa: N818 - the run continues
 
 def evaluate_batches(work: SharedWork, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
     """Return `evaluate(batch)` for each of a benchmark's batches, in order, on every rank. Each of N ranks evaluates
-    every N-th batch. Collective. If any rank had a reason to stop, raises RunStopped on every rank. If any rank
-    failed, raises EvaluationFailed on every rank."""
+    every N-th batch. Collective. If a reason to stop interrupts any rank, raises RunStopped on every rank. If any
+    rank failed, raises EvaluationFailed on every rank."""
 
     def results(indexes: Iterator[int]) -> list[Any] | EvaluationFailed:
         try:
@@ -168,7 +168,7 @@ def scores_over_ranks(
 ) -> list[Score]:
     """Return the scores of benchmarks on the first `limit` examples of each task. The result is the same on every rank.
 
-    Collective. If any rank had a reason to stop meanwhile, raises RunStopped on every rank. If the scores cannot be
+    Collective. If a reason to stop interrupts any rank, raises RunStopped on every rank. If the scores cannot be
     computed, raises EvaluationFailed on every rank.
     """
     try:

@@ -1,9 +1,9 @@
 """Rates of a machine, measured before anything is trained on it: matrix products and copies on each device, the ranks'
 all-reduce, the disk, a download, and the training step of a run (check_machine.py).
 
-All ranks measure at the same time, because they also train at the same time. A rate is the mean over a period of time,
-not the best, because a device that slows down after a while, as a hot one does, is slow in training. If a rank is slow,
-all measure again, because another program may have slowed it for a moment; a bad device stays slow.
+All ranks measure their devices at the same time, because they also train at the same time. A rate is the mean over a
+period of time, not the best, because a device that slows down after a while, as a hot one does, is slow in training. If
+a rank is slow, all measure again, because another program may have slowed it for a moment; a bad device stays slow.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ EXCHANGE_SECONDS = 0.5  # for each size of all-reduces
 DISK_SECONDS, DISK_BYTES, DISK_PART_BYTES = 3.0, 2**30, 2**26
 DOWNLOAD_SECONDS, DOWNLOAD_BYTES, ANSWER_SECONDS = 4.0, 2**30, 4.0
 DOWNLOADED = "openai-community/gpt2/resolve/main/model.safetensors"
-LONGEST_SECONDS = 40.0  # after which no further training step is begun, even if fewer than BELIEVED_STEPS are done
+LONGEST_SECONDS = 40.0  # after which no more training steps are begun, even if fewer than BELIEVED_STEPS are done
 
 
 @dataclass(frozen=True)
@@ -316,9 +316,9 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 
 
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
-    """Return the different sizes of DDP's buckets in bytes, in ascending order. By default, the first bucket has 1 MiB
-    and the others 25 MiB; `bucket_mb` sets the size of all. The gradient of the token embedding, in fp32, has a bucket
-    of its own if it is larger. Without an experiment, the embedding of GPT-2 small is assumed."""
+    """Return typical sizes of DDP's buckets in bytes, in ascending order and each once. By default, the first bucket
+    has 1 MiB and the others 25 MiB; `bucket_mb` sets the size of all. The gradient of the token embedding, in fp32, has
+    a bucket of its own if it is larger. Without an experiment, the embedding of GPT-2 small is assumed."""
     bucket_mb = experiment.config.bucket_mb if experiment else None
     bucket = 2**20 * (bucket_mb or 25)
     vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)

@@ -65,8 +65,8 @@ class Console:
         self._bar: Any = None
 
     def start(self) -> None:
-        """Show the bar from now on, if standard error is a terminal. It is not shown earlier, because the messages of
-        the start-up are printed directly and would break it."""
+        """Show the bar from now on, if `visible` and standard error is a terminal that reports its size. The bar is not
+        shown earlier, because the messages of the start-up are printed directly and would break it."""
         # On a terminal that does not report its size, tqdm would show nothing.
         if self.visible and sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno())):
             # The numbers include the time left. tqdm's other fields would push the numbers off an 80-column screen.
@@ -288,10 +288,10 @@ class Reporter:
         """Return the meta.json of a checkpoint that is saved now. `planned` and `interrupted_evaluation` are
         those of `Checkpointer.save`.
 
-        Of the keys of ProgramAndSettings, these are included only if they mean anything for the run: `budget` if
-        train.json's budget is not in tokens, `scaled` if it has scaling rules, `attention` if torch does not choose the
-        kernel, the keys of experts if the model has experts, and `changed` if the run was resumed with changes that
-        affect the result: of settings, or of the machine.
+        Of the keys of ProgramAndSettings, these are included only if they mean anything for the run: `budget` unless
+        train.json's budget is `min_train_tokens`, `scaled` if train.json has scaling rules, `attention` if torch does
+        not choose the kernel, the keys of experts if the model has experts, and `changed` if the run was resumed with
+        changes that affect the result: of settings, or of the machine.
         """
         prepared, experiment = self.prepared, self.prepared.experiment
         resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values}

@@ -34,7 +34,7 @@ class Writer:
 
     def submit(self, work: Callable[[], None]) -> None:
         """Wait for the previous task to end, then run `work`, or with `in_background` only start it. If the previous
-        task failed, raise its error and do not run `work`."""
+        task failed and its error has not been raised yet, raise it and do not run `work`."""
         self.wait()
         if not self._in_background:
             work()
@@ -56,7 +56,7 @@ class Writer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the background task has ended, for at most `timeout` seconds (None: as long as it takes). Returns
-        at once if there is no task. Raises the task's error if it has failed."""
+        at once if there is no task. If the task has failed, raises its error, unless that was raised before."""
         if self._thread is not None:
             self._thread.join(timeout)
             self.check()
@@ -71,7 +71,7 @@ class HostCopies:
 
     Each call of `copy` puts all its copies into one buffer of their total size (for AdamW three times the weights;
     torch rounds pinned memory up to a power of two). With `keep`, the buffer is allocated at the first call, replaced
-    if a later call needs a larger one, and kept until the process ends. Without `keep`, each call has a buffer of its
+    if a later call needs a larger one, and kept as long as this object. Without `keep`, each call has a buffer of its
     own, which is freed when the copies are dropped.
     """
 
@@ -131,7 +131,7 @@ class HostCopies:
                 reason = str(error).splitlines()[0]
                 tell(
                     f"note: {size / GIB:.2f} GiB of the host's memory cannot be pinned ({reason}): training pauses "
-                    "longer for each checkpoint; raise the limit on locked memory (ulimit -l) or the job's memory"
+                    "longer for each checkpoint; give the process more of the host's memory"
                 )
         if buffer is None:
             try:

@@ -71,9 +71,8 @@ class PreparedRun(Plan):
 def prepare(
     experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions
 ) -> PreparedRun:
-    """Take the run's lock, download its dataset, take the lease on its mirror and fetch a newer checkpoint from there,
-    choose and verify the checkpoint to resume from, and check the plan. Prints notes on the machine and the plan.
-    Collective.
+    """Take the run's lock, fetch the data that is missing here, connect to the mirror (see `connect`), choose and
+    verify the checkpoint to resume from, and check the plan. Prints notes on the machine and the plan. Collective.
 
     `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none.
     `options` gives --restart and the options of the mirror. If torchrun has restarted this process after training had

@@ -251,8 +251,8 @@ def build_training_step(
     uses the kernels that `config` selects. It is wrapped in DistributedDataParallel if `world` has several ranks.
 
     The watchdog guards `place` while the ranks exchange the weights. `config` is the experiment's train.json, in which
-    the precision is resolved (not "auto") and scaled values have replaced the ones given. Some settings act on the
-    whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
+    the precision is resolved (not "auto"). For training, scaled values have also replaced the ones given. Some settings
+    act on the whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
     """
