@@ -130,7 +130,8 @@ class Player:
 
 def make_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: int) -> Path:
     """Write a run directory for ddp_train.py and a dataset of random tokens into `folder`. Return the run directory.
-    Its model, which all programs train, has biases everywhere, because transformers' model always has them."""
+    Its model, which all programs train, has query, key and value biases, because transformers' model always has
+    them."""
     run = folder / "runs" / "bench"
     sizes = zip(("n_layers", "emb_dim", "n_heads", "context_length", "vocab_size"), case, strict=False)
     model = {**dict(sizes), "drop_rate": 0.0, "qkv_bias": True, "tie_weights": tied}
@@ -190,7 +191,7 @@ def compare(
     "numbers",
     multiple=True,
     type=click.IntRange(1, len(SHAPES)),
-    help="Number of a shape in SHAPES, from 1; can be repeated.  [default: all]",
+    help="Number, from 1, of a shape in this program's list SHAPES; can be repeated.  [default: all]",
 )
 @click.option(
     "--peer",
@@ -211,7 +212,7 @@ def compare(
     type=click.IntRange(1, STEPS - WARM_UP - 1),
     help="Minimum measured steps of each program.",
 )
-@click.option("--at-least", default=1.0, show_default=True, help="Exit 1 if their processor time / ours is below this.")
+@click.option("--at-least", default=1.0, show_default=True, help="Exit 1 if a peer's processor time / ours is less.")
 @click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows into FILE.")
 def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file: Path | None, **effort: Any) -> None:
     import torch

@@ -1,4 +1,4 @@
-"""Measure training on one GPU, in at most half an hour.
+"""Measure training on one GPU, by default in at most half an hour.
 
     uv run bench/on_gpu.py                                   # all stages, the most decisive first
     uv run bench/on_gpu.py "step --fast --microbatch 13"     # one stage, with options of its own

@@ -146,7 +146,7 @@ def measure_loss(bench: Workbench) -> None:
 
 
 def measure_nanogpt(bench: Workbench) -> None:
-    """Record the times of a training step by nanoGPT (its model is in bench/references.py) and by ddp_train.py with a
+    """Record the times of a training step by nanoGPT (its model is in bench/references.py) and by this program with a
     model of the same shape, in turns: compiled (except in a rehearsal), in bf16, without dropout, with the fused AdamW
     and clipping. The batch has the size of the shipped run's microbatch, and random tokens."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT does; no product here is in fp32

@@ -39,8 +39,8 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Workbench:
     """Folder `shipped_runs` with the repository's runs, folder `work` for runs and data, and the JSON file `out`, to
-    which `stage` adds its rows of results. If `tiny` is true, the model and the data are small enough for a rehearsal
-    on a CPU."""
+    which the stage `stage` adds its rows. If `tiny` is true, the model and the data are small enough for a rehearsal on
+    a CPU."""
 
     shipped_runs: Path
     work: Path
