@@ -1,7 +1,7 @@
 """Train a GPT-2-class model as a run directory describes it, and write the model and its measurements there.
 
 `Trainer` is the training loop; `Trainer.after_step` does what is due after a step. There is one process for each GPU,
-or any number of processes on a CPU. --processes or torchrun starts them; for one process, plain `python` is enough.
+or there are one or more processes on a CPU. --processes or torchrun starts them; for one, plain `python` is enough.
 Modules that need torch are imported inside functions, so that --help, --plan and errors in the run's files do not wait
 for torch.
 """
@@ -94,12 +94,12 @@ class Trainer:
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
     def train(self) -> None:
-        """Finish the work during which an earlier process was interrupted. Then run the remaining steps, and after each
-        step do the work that is due. If any rank has a reason to stop, save a checkpoint, wait for the upload to the
-        mirror, and raise RunStopped on every rank. Before the first step of a new run, no checkpoint is saved. If there
-        is a checkpoint of this step already, it is saved again only if an evaluation was interrupted, or if a ceiling
-        was reached before this process's first step. Collective. Raises RunError as `after_step` does, or if a
-        background save failed.
+        """Do the work that earlier processes left unfinished (see `find_unfinished_work`). Then run the remaining
+        steps, and after each step do the work that is due. If a signal, a ceiling (max_hours, max_dollars) or a
+        divergence stops the run early, save a checkpoint, wait for the upload to the mirror, and raise RunStopped on
+        every rank. Before the first step of a new run, no checkpoint is saved. If there is a checkpoint of this step
+        already, it is saved again only if an evaluation was interrupted, or if a ceiling was reached before this
+        process's first step. Collective. Raises RunError as `after_step` does, or if a background save failed.
 
         From this call on, a signal does not end this process at once, and output that nobody reads is dropped.
         """
@@ -150,8 +150,8 @@ class Trainer:
         the rest (see `Position.due_after`). The checkpoint comes last, because it records the results of the other
         work.
 
-        Raises RunStopped on every rank if any rank has a reason to stop during an evaluation. Unless this is the last
-        step, also raises it in three cases: after a checkpoint, if any rank has a reason to stop by then; if the
+        Raises RunStopped on every rank if a reason to stop interrupts an evaluation on any rank. Unless this is the
+        last step, also raises it in three cases: after a checkpoint, if any rank has a reason to stop by then; if the
         gradients of `max_skipped_steps` steps in a row were not finite; or, with `stop_if_diverged`, if the training
         loss has diverged. Raises RunError on every rank as `Checkpointer.save` and `Checkpointer.check_weights` do, and
         on rank 0 alone if metrics.jsonl cannot be written.
@@ -231,12 +231,12 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.argument("run")
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]")
-@click.option("--processes", type=click.IntRange(1, 1024), help="Start N processes, each on its own GPU or CPU cores.")
+@click.option("--processes", type=click.IntRange(1, 1024), help="Start N processes, one per GPU, or all on the CPU.")
 @click.option(
     "-f", "--find-max-microbatch-size", "find", is_flag=True, help="Find the largest microbatch that fits; no training."
 )
-@click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume this many GiB of memory per device.")
-@click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
+@click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume this many GiB of memory for each process.")
+@click.option("--write", is_flag=True, help="With -f: put the largest size that training accepts into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
 @click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s, validation not counted.")
 @click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s, validation counted.")
