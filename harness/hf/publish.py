@@ -54,6 +54,11 @@ class ModelFacts:
         train = self.files.meta.get("train")
         return train if isinstance(train, dict) else {}
 
+    @property
+    def records_training(self) -> bool:
+        """Return True if meta.json records that the model was trained or fine-tuned, False for an imported model."""
+        return any(key in self.files.meta for key in ("train", "global_step", "tokens_seen", "fine_tuned_from"))
+
     def number(self, key: str) -> Any:
         """Return the number under `key` in meta.json, or None if the value is missing or is not a finite number.
         Another program may have written the file."""
@@ -201,7 +206,8 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
             yield "time of the whole run", _phases(summary.seconds, "{:,.0f} s")
         if summary.dollars:
             yield "cost of the whole run", _phases(summary.dollars, "${:,.2f}")
-    yield "made with", "ddp-pretrain" + (f", torch {_plain(meta['torch'])}" if meta.get("torch") else "")
+    torch_version = f", torch {_plain(meta['torch'])}" if meta.get("torch") else ""
+    yield "made with" if facts.records_training else "published with", f"ddp-pretrain{torch_version}"
 
 
 def _phases(amounts: Mapping[str, float], form: str) -> str:

@@ -509,9 +509,21 @@ def test_the_card_tells_where_training_began(tmp_path: Path, weights: str | None
     assert [words in card for words in (anew, begins)] == [weights is None, weights is not None]
 
 
-def test_the_card_of_an_imported_model_claims_nothing_about_its_training(tmp_path: Path) -> None:
-    card = " ".join(card_of(tmp_path, imported_from="me/instruct").split())
-    assert re.search(r"A GPT-2-class model of [\d,]+ parameters: it continues text. Its weights were imported", card)
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        ({"imported_from": "me/instruct"}, "Its weights were imported from `me/instruct`. ##"),
+        ({"imported_from": None}, "##"),  # from a folder
+        ({}, "##"),  # unknown weights, such as another model's export for the notebook
+    ],
+    ids=str,
+)
+def test_the_card_of_a_model_trained_elsewhere_claims_nothing_about_its_training(
+    tmp_path: Path, meta: dict[str, Any], says: str
+) -> None:
+    card = " ".join(card_of(tmp_path, **meta).split())
+    assert re.search(rf"A GPT-2-class model of [\d,]+ parameters: it continues text. {re.escape(says)}", card)
+    assert "| made with |" not in card
 
 
 def test_a_checkpoint_that_records_little_has_a_card(tmp_path: Path) -> None:
