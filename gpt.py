@@ -345,8 +345,7 @@ def experts_one_by_one(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) 
 
 
 def grouped_experts(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
-    """Compute the result of `experts_one_by_one` by grouped matrix products, which read the group sizes on the
-    device."""
+    """Compute the result of `experts_one_by_one` by grouped matrix products."""
     device = x_RxC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RxC.dtype
     ends_E = tokens_E.cumsum(0).to(torch.int32)
@@ -561,8 +560,8 @@ class GPTModel(nn.Module):
 def load_model(config: ModelConfig, weights: Path, device: torch.device) -> GPTModel:
     """Return a model in evaluation mode on `device`, with the weights of a safetensors file.
 
-    Raises UserError if the file cannot be read or does not match `config`, or if this machine's memory cannot hold even
-    the weights.
+    Raises UserError if the file cannot be read or does not match `config`, or if this machine's free memory cannot hold
+    even the weights.
     """
     check_memory(config)
     model = GPTModel(config)
