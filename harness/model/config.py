@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
-from harness.common.messages import quoted
+from harness.common.messages import counted, quoted
 
 HEAD_DIM_OF_DEPTH = 64
-DEPTH = "Replaces n_layers, n_heads and emb_dim: this number of layers, and the same number of heads, each 64 wide."
+DEPTH = "Replaces n_layers, n_heads and emb_dim: depth d means d layers, d heads and a width of 64 d."
 # Far larger than any model that was ever trained, yet small enough that a lack of memory or disk space is noticed
 # quickly. Without a limit, a typing error would make the program build layers for hours.
 LARGEST_PARAMETERS = 10**13
@@ -157,11 +157,10 @@ class ModelConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, raw: Any) -> Any:
-        """Replace `{"depth": d}` by the keys of that shape: d layers of width 64·d, with d heads of width 64. With
-        "depth", `drop_rate` and `qkv_bias` may be missing, and are filled in as 0.0 and false. If the model uses
-        `rope_base` or `norm_gain`, and it is missing or null, fill in the default, so that it is recorded. Raises
-        ValueError if `depth` is not a whole number from 1 to LARGEST_LAYERS, or if a key that it replaces is given,
-        too.
+        """Replace `{"depth": d}` by the keys of that shape: d layers, d heads, and the width 64·d. With "depth",
+        `drop_rate` and `qkv_bias` may be missing, and are filled in as 0.0 and false. If the model uses `rope_base` or
+        `norm_gain`, and it is missing or null, fill in the default, so that it is recorded. Raises ValueError if
+        `depth` is not a whole number from 1 to LARGEST_LAYERS, or if a key that it replaces is given, too.
 
         nanochat, too, derives the shape from one setting, with a width of 64 times the number of layers, but its heads
         are 128 wide. Here they are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2
@@ -353,9 +352,8 @@ def _faults(config: ModelConfig) -> Iterator[str]:
         yield 'key "norm_gain": belongs with "norm": "rmsnorm" or "qk_norm": true; remove it, or change one of them'
     tables, layers = config.value_embeddings, config.n_layers
     if tables is not None and tables != layers and 2 * tables > layers:
-        too_many = (
-            f"{tables} tables, for the first {tables} blocks and the last {tables}, are too many for {layers} blocks"
-        )
+        blocks = counted(layers, "block")
+        too_many = f"{tables} tables, for the first and the last {tables} blocks, are too many for {blocks}"
         fewer = f"at most {layers // 2}, or " if layers > 1 else ""
         yield f'key "value_embeddings": {too_many}; use {fewer}{layers} (one for each block)'
     if config.parameters > LARGEST_PARAMETERS:
@@ -365,5 +363,5 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Read and check a model.json. Raises UserError, which names the file, and the line or the key that is wrong."""
+    """Read and check a model.json. Raises UserError, which names the file, if it cannot be read or is not valid."""
     return parse_config(ModelConfig, read_json_object(path), path)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Number of logits in a chunk: enough for efficient matrix products, and small in memory compared to everything else.
+# Largest number of logits in a chunk (see `chunk_rows`): enough for efficient matrix products, and small in memory
+# compared to everything else.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 # Largest number of rows in an fp16 chunk. The chunk's part of the weight's gradient is a matrix product, which must
 # stay below fp16's limit of 65,504. Each row adds at most 1 times a feature to the product. Loss scaling cannot help,
@@ -80,10 +81,10 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
 def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = torch.float32) -> int:
     """Return the number of rows per chunk for `rows` rows of `width` logits. Only the last chunk may have fewer rows.
 
-    There are as few chunks as the limits allow. A chunk has at most CHUNK_LOGITS[device_type] logits, but always at
-    least one row. A device type that is not in CHUNK_LOGITS has the CPU's limit. On a CPU, the limit is twice as high
-    for 16-bit logits. In fp16, a chunk has at most FP16_ROWS rows. If these limits allow at least TILE rows per chunk,
-    the number of rows is a multiple of TILE. Apart from this, the chunks are as equal as possible.
+    A chunk has at most CHUNK_LOGITS[device_type] logits, but always at least one row. A device type that is not in
+    CHUNK_LOGITS has the CPU's limit. On a CPU, the limit is twice as high for 16-bit logits. In fp16, a chunk has at
+    most FP16_ROWS rows. If these limits allow at least TILE rows per chunk, the number of rows is a multiple of TILE.
+    Under these conditions, there are as few chunks as possible, and the chunks are as equal as possible.
     """
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:

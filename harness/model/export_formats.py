@@ -38,7 +38,8 @@ FORMATS = {
 def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
     """Return, for each format, the keys of model.json that would have to change so that the format could represent the
     model, each with the value or values that the format needs, as text. The list is empty for a format that can
-    represent the model as it is. Formats with the shortest lists come first."""
+    represent the model as it is. Keys that only go with another one in the list (`rope_base`, `norm_gain`) are left
+    out. Formats with the shortest lists come first."""
     like_gpt2 = {"n_kv_heads": (None, shape.n_heads), "head_dim": (None, shape.emb_dim // shape.n_heads)}
     missing = {}
     for name, options in FORMATS.items():

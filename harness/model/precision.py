@@ -69,7 +69,7 @@ class Precision:
         if self.name != "bf16":
             raise UserError(
                 f'train.json: key "residual_precision": "bf16" needs matrix products in bf16, and here they run in '
-                f'{self.name}; use "fp32", or "precision": "bf16"'
+                f'{self.name}; use "fp32", or "precision": "bf16" if the device computes it'
             )
         return torch.bfloat16
 
@@ -89,8 +89,8 @@ class Precision:
         """Let tensor cores compute fp32 matrix products as TF32, from now on in this process, if the precision is fp32
         on a CUDA device.
 
-        The products are then several times as fast. Their factors are rounded to TF32's 10 bits of mantissa, and the
-        sums are in fp32.
+        On GPUs that have TF32 (Ampere and later), the products are then several times as fast. Their factors are
+        rounded to TF32's 10 bits of mantissa, and the sums are in fp32.
         """
         if self.name == "fp32" and self.device_type == "cuda":
             torch.set_float32_matmul_precision("high")

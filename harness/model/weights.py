@@ -30,7 +30,7 @@ def check_memory(config: ModelConfig) -> None:
     if torch.get_default_device().type == "cpu" and needed > free_memory():
         raise UserError(
             f"model.json: {config.parameters:,} parameters take {needed / GIB:,.2f} GiB of memory, and "
-            f"{free_memory() / GIB:,.2f} GiB are free; make the model smaller"
+            f"{free_memory() / GIB:,.2f} GiB are free; free some, or make the model smaller"
         )
 
 
