@@ -70,11 +70,11 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
     load. Return remarks for the user.
 
     The scripts read model.json and model.safetensors. For our own commands the folder also has a meta.json that names
-    the tokenizer, and the tokenizer's file unless it is GPT-2's. `dtype` is a key of DTYPES.
+    the tokenizer, and the tokenizer's file if the model has one. `dtype` is a key of DTYPES.
 
-    Raises UserError if the notebook's program cannot compute the model, or if a tokenizer other than GPT-2's cannot be
-    loaded or has more tokens than the model. Also raises UserError if `folder` is a link, or exists and is not an empty
-    folder. Raises RunError if the folder cannot be written. No partial folder remains.
+    Raises UserError if the notebook's program cannot compute the model, or if a tokenizer's file cannot be loaded or
+    has more tokens than the model. Also raises UserError if `folder` is a link, or exists and is not an empty folder.
+    Raises RunError if the folder cannot be written. No partial folder remains.
     """
     shape, tokenizer, notes = model.config, files.tokenizer_file, []
     check_for_notebook(shape, files.config_source)
@@ -83,9 +83,9 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
             'the tied head is written out as a tensor of its own; the folder\'s model.json lacks "tie_weights", so '
             "that the model is loaded as an untied one"
         )
-    if isinstance(tokenizer, Path):  # GPT-2's tokenizer is not written, since the scripts use it anyway
+    if isinstance(tokenizer, Path):  # "gpt2" has no file to write, and the scripts use GPT-2's tokenizer anyway
         check_tokenizer_fits(load_tokenizer(tokenizer), shape.vocab_size, files.weights)
-        notes.append("the notebook's scripts read and write text with GPT-2's tokenizer; this model has another one")
+        notes.append(f"the notebook's scripts use GPT-2's tokenizer, and not the model's own, {tokenizer.name}")
     # The key "tie_weights" is never written. For a tied model, the program's `load_state_dict` requires the head in the
     # file. But safetensors' `load_model`, which later versions of the program use, refuses a file with both matrices of
     # a tied model. Without the key, both functions load the two matrices as those of an untied model, and so do the
@@ -104,11 +104,11 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
     """Write a tokenizer to `folder` in the format of transformers: tokenizer.json and tokenizer_config.json.
-    `name_or_file` is an argument that `load_tokenizer` accepts. `context_length` is recorded as the greatest length of
-    a text in tokens.
+    `name_or_file` is an argument with which `load_tokenizer` succeeds. `context_length` is recorded as the greatest
+    length of a text in tokens.
 
-    Raises UserError if the written tokenizer has another number of tokens, another end-of-text token, or another
-    encoding of SPLITTING_PROBE.
+    Raises UserError if the written tokenizer cannot be loaded, or has another number of tokens, another end-of-text
+    token, or another encoding of SPLITTING_PROBE. Raises OSError if a file cannot be written.
     """
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(TIKTOKEN_SUFFIX):

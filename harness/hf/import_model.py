@@ -36,8 +36,8 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     published. meta.json records `name`, the model's name on the Hub, or None for a local folder.
 
     Raises UserError if the folder holds no such model, if its weights are not those that its config.json describes, or
-    if its tokenizer is damaged. Also raises UserError if `run` is a link, or exists and is not an empty folder. Raises
-    RunError if the run cannot be written. No partial run directory remains.
+    if its tokenizer cannot be loaded. Also raises UserError if `run` is a link, or exists and is not an empty folder.
+    Raises RunError if the run cannot be written. No partial run directory remains.
     """
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():
@@ -60,7 +60,7 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
         offered = {part.removeprefix(NOTEBOOK_PREFIX): tensor for part, tensor in offered.items()}
     tensors = from_checkpoint_names(offered, config, source)
     tokenizer = source / TOKENIZER
-    if tokenizer.exists():  # if it is broken, fail now instead of using GPT-2's
+    if tokenizer.exists():  # if it is broken, fail before the weights are written
         load_tokenizer(tokenizer)
     with new_folder(run) as draft:
         own = TOKENIZER
@@ -161,8 +161,9 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     config.json holds the contents of model.json under "cfg", and every tensor's name begins with `model.`. The
     wrapper's own code is never run. It is not needed, because all it does is to pass "cfg" to the model.
 
-    Raises UserError, naming the key, if `raw` is of another type of model, if "cfg" is missing or contradicts
-    "tie_word_embeddings", or if "cfg" has a key that import does not support. The values in "cfg" are not checked.
+    Raises UserError, naming the key, if `raw` is of another type of model, if "cfg" is missing, not an object or has a
+    key that import does not support, or if "tie_word_embeddings" is true and "tie_weights" in "cfg" is not. The values
+    in "cfg" are not checked otherwise.
     """
     if raw.get("model_type") != NOTEBOOK_TYPE:
         kind = quoted(raw.get("model_type"))

@@ -104,8 +104,8 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
 
 
 def model_card(facts: ModelFacts) -> str:
-    """Return the model card, which is the README.md of the repository. Raises UserError if the run's summary.json is
-    not valid."""
+    """Return the model card, which is the README.md of the repository. Raises UserError if a file of the run
+    that is read (summary.json, perhaps train.json) is not valid."""
     config, run = facts.files.config, facts.files.run
     model_type = native_class(config) or OWN_TYPE
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
@@ -189,7 +189,7 @@ def _count(value: Any) -> int | None:
 
 def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table on training: a name and a value as text. Facts that were not recorded have no row.
-    Raises UserError if the run's summary.json is not valid."""
+    Raises UserError as `model_card` does."""
     meta, run = facts.files.meta, facts.files.run
     if facts.files.dataset:
         yield "data", _code(facts.files.dataset)

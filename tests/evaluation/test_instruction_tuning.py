@@ -288,7 +288,7 @@ def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path) -> None:
     assert ift(shop, f"{options} --responses again.json").status == 0
     assert read_responses(shop.path / "again.json").responses == responses.responses
     card = call("convert_hf", "publish", "tuned", "me/tuned", "--card", folder=shop.path).stdout
-    for words in ("fine-tuned on the instructions of `data.json`", "from `r/", "    ### Response:"):
+    for words in ("fine-tuned from `r/", "on the instructions of `data.json`.", "    ### Response:"):
         assert words in card
     assert "has not been taught" not in card
 
