@@ -43,6 +43,7 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
     """GPT model with the interface of transformers for evaluation and generation."""
 
     config_class = DdpPretrainConfig
+    _supports_sdpa = True  # private: transformers has no public way to say that the model uses torch's attention
     accepts_loss_kwargs = False  # transformers' Trainer then divides the loss by the number of accumulation steps
 
     def __init__(self, config: DdpPretrainConfig) -> None:

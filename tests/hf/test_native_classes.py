@@ -172,6 +172,7 @@ tokens = torch.load("tokens.pt")
 for name in names:
     model, report = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True, output_loading_info=True)
     assert not any(report.values()), report
+    AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True, attn_implementation="sdpa")
     assert "harness" not in sys.modules and "gpt" not in sys.modules
     out = {"logits": model.eval()(tokens).logits, "loss": model(tokens, labels=tokens).loss}
     def generated(tokens, **options):
