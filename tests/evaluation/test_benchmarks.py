@@ -318,6 +318,20 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match='two different tasks are called "choice"'):
         benchmarks.load([str(one), str(other)])
     assert benchmarks.load([str(one), str(one)]).asked == ["choice"]
+    # lm-eval copies a function made by partial for each loading.
+    (tmp_path / "helper.py").write_text("import functools\nsame = functools.partial(lambda docs, **_: docs, key=1)\n")
+    one.write_text(one.read_text().replace("{", '{"process_docs": !function helper.same,', 1))
+    assert benchmarks.load([str(one), str(one)]).asked == ["choice"]
+
+
+def test_a_task_that_a_group_changes_is_not_the_same_task(named: list[str]) -> None:
+    """A group may set its tasks' keys, such as the number of examples before a question. A name that is also asked for
+    by itself then has two meanings. A task whose group changes nothing, or only the name that lm-eval's own tables
+    show, is the same one."""
+    assert benchmarks.load([*named, "both"]).asked == [*named, "both"]
+    for specs in (["one", "few"], ["few", "one"]):
+        with pytest.raises(UserError, match='two different tasks are called "one"; leave out one'):
+            benchmarks.load(specs)
 
 
 def test_what_is_typed_wrong_is_one_line(subject: Subject, tmp_path: Path) -> None:
@@ -345,14 +359,16 @@ def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: P
 @pytest.fixture
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of two tasks. In the index of lm-eval's names, these tasks form the group `both`, and the group `outer`
-    contains `both`."""
+    contains `both`. The group `few` contains the first task with one example before each question."""
     from lm_eval.tasks import TaskManager
 
     names = ["one", "a_task_with_a_rather_long_name_of_its_own"]
     for name in names:
         write_task(tmp_path, "choice", count=4, name=name)
     scored = {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]}
-    for group, members, more in (("both", names, scored), ("outer", ["both"], {})):
+    few = [{"task": "one", "num_fewshot": 1}]
+    both = ["one", {"task": names[1], "task_alias": "two"}]
+    for group, members, more in (("both", both, scored), ("outer", ["both"], {}), ("few", few, {})):
         (tmp_path / f"{group}.yaml").write_text(json.dumps({"group": group, "task": members, **more}))
     index = TaskManager(include_path=str(tmp_path), include_defaults=False)
     benchmarks.quieten()  # as the real task_manager does, so that this test also passes alone

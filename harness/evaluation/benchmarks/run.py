@@ -116,9 +116,9 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
                     raise UserError(f'task "{key}": {fault}')
                 if getattr(task, "MULTIMODAL", False):
                     raise UserError(f'task "{key}": asks about pictures or sound, not text; leave it out')
-                other = found.tasks.setdefault(key, task)
-                if other is not task and other.dump_config().get("metadata") != task.dump_config().get("metadata"):
-                    raise UserError(f'two different tasks are called "{key}"; give one of them another name')
+                if _settings(found.tasks.setdefault(key, task)) != _settings(task):
+                    advice = "leave out one (or its group), or give it another name"
+                    raise UserError(f'two different tasks are called "{key}"; {advice}')
             found.groups.update(loaded["groups"])
             inner = {child for children in loaded["group_map"].values() for child in children}
             roots = [*loaded["groups"]] or [*loaded["tasks"]]
@@ -128,6 +128,12 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
         if own is None or (num_fewshot is not None and own != 0):
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
     return found
+
+
+def _settings(task: Any) -> bytes:
+    """Return a task's configuration as JSON, with the path of its file, but without the name that lm-eval's own tables
+    show. A function is given by its name alone, because lm-eval copies some functions for each loading."""
+    return to_json(vars(task.config) | {"task_alias": None}, fallback=lambda value: getattr(value, "__name__", None))
 
 
 def known_names(pattern: str) -> list[str]:
