@@ -43,7 +43,7 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
 @click.option(
     "--num-fewshot",
     type=click.IntRange(min=0),
-    help="Number of solved examples before each question.  [default: the task's own]",
+    help="Number of solved examples before each question. A task's own 0 is kept.  [default: the task's own]",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Texts per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
@@ -114,7 +114,7 @@ def main(
             raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise RunError(
-            f"lm-eval failed: {reason[:REASON_CHARACTERS]}; evaluate each of --tasks alone to find the one that fails"
+            f"lm-eval failed: {reason[:REASON_CHARACTERS]}; of several --tasks, evaluate each alone to find which fails"
         ) from None
     for line in benchmarks.table(results, asked.asked):
         click.echo(line)

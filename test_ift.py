@@ -68,9 +68,9 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     has no best; for an imported run, its weights), the one that CHECKPOINT names, or WEIGHTS with the shape in
     MODEL_JSON.
 
-    A model's score differs by several points if it is judged again. To compare models, use --responses-only for each of
-    them, and then judge_ift.py on all files at once. Scores of a run's checkpoint are also written to the run's folder
-    results/, but only if the responses file is in the run's folder.
+    A model's score may differ by several points if it is judged again. To compare models, use --responses-only for each
+    of them, and then judge_ift.py on all files at once. Scores of a run's checkpoint are also written to the run's
+    folder results/, but only if the responses file is in the run's folder.
     """
     configure_libraries()
     from harness.runs.trained_model import find_model
@@ -100,7 +100,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     settings = finetune.FineTuneSettings(rate, options["max_epochs"], options["seed"], options["answers_only"])
     with explained(f"{options['data']}: "):
         tuning = finetune.fine_tune(tuned, tokenizer, splits, settings)
-    # The default name is `run/checkpoint` if the weights are in a checkpoint's folder, or else `run`.
+    # The default name is `run/checkpoint`, or `run` if the weights are beside model.json.
     run, folder = named.folder.absolute(), named.weights.absolute().parent
     own_name = run.name if folder == run else f"{run.name}/{folder.resolve().name}"
     name, longest = options["name"] or as_unicode(own_name), options["max_new_tokens"]
@@ -129,7 +129,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
 
 def choose_judge(options: dict[str, Any]) -> JudgeSettings:
     """Return the judge's settings. Called before any training, because it raises UserError if the judge's name or
-    address is wrong, or if the API key or the openai package is missing."""
+    address is not valid, and as `JudgeClient` does."""
     from harness.evaluation.judge.requests import JudgeClient, JudgeSettings
 
     settings = JudgeSettings.choose(options["judge_model"], options["base_url"], prompt=options["judge_prompt"])
@@ -170,14 +170,14 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
         ("--prompt", settings.prompt, JudgeSettings.prompt),
     ):
         words += [option, value] if value != usual else []
-    again = shlex.join(words)
+    again = f"uv run --extra judge {shlex.join(words)}"
     try:
         judge_and_report([path], [responses], settings, [path.parent / "judgements.jsonl"])
     except KeyboardInterrupt:
         click.echo(f"stopped by SIGINT; the answers are kept; to continue: {again}", err=True)
         raise RunStopped(signal.SIGINT) from None
     except (UserError, RunError) as error:  # `again` judges the kept answers; no new training
-        raise RunError(f"{error}; the answers are kept: {again} scores them") from None
+        raise RunError(f"{error}; the model's answers are kept: `{again}` scores them") from None
 
 
 if __name__ == "__main__":

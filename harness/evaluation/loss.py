@@ -1,6 +1,6 @@
 """Losses of a model on text: of each microbatch, for validation during training, and of each sequence of a held-out
 text, for test_loss.py and model cards. Losses on held-out text are written to the run's results and formatted as a
-table."""
+report."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TestLoss:
     precision: str
     loss: float  # nats per token
     bits_per_byte: float | None  # None: the number of bytes is not known
-    is_exact: bool  # True: the predicted tokens' bytes were counted. False: the split's mean bytes per token were used
+    is_exact: bool  # True: the predicted tokens' bytes were counted. False: they were estimated, or are not known
     trained_on: Overlap | Inconclusive  # how much of the split the model was trained on, or why this is not known
 
 
@@ -141,8 +141,9 @@ class HeldOutText:
         that token, and to take at most NOTEBOOK_BATCHES batches. The NOTEBOOK_ values are those of Giles Thomas's lab
         notebook, the project that this one grew from.
 
-        Also raises UserError if there is no such dataset, if the split is too short, if it has token ids that are not
-        in the model's vocabulary, or if the dataset's tokenizer is not the one in the meta.json beside the weights.
+        Also raises UserError if the dataset cannot be obtained or lacks the split, if the split is too short, if it has
+        token ids that are not in the model's vocabulary, if a tokenizer cannot be loaded, or if the dataset's tokenizer
+        is not the one in the meta.json beside the weights.
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
         name = model.dataset if dataset is None else dataset

@@ -345,7 +345,7 @@ def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop) -> None:
         wait_until(lambda: len(judge.requests) >= 2, process)
         process.send_signal(signal.SIGINT)
         result = finish([process], expect=130, timeout=60)
-    again = f"judge_ift.py r.json --model other --base-url {judge.url} --prompt book"
+    again = f"uv run --extra judge judge_ift.py r.json --model other --base-url {judge.url} --prompt book"
     assert result.error_lines == [f"stopped by SIGINT; the answers are kept; to continue: {again}"]
     assert "Respond with the integer number only." in judge.requests[0].prompt
     assert len(read_responses(shop.path / "r.json").responses) == 4

@@ -27,9 +27,9 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     One difference is intended. If a text contains the name of a special token ("<|endoftext|>"), the name is encoded as
     ordinary text, as everywhere in this program; Hugging Face's tokenizers encode it as the special token.
 
-    Two cases work here that make `hf` fail. A continuation longer than the context length is scored in several windows.
-    If a task asks for as many new tokens as the context length or more, the prompt is cut to half the context length,
-    and the model no longer sees the beginning when the text has grown longer than the context.
+    A continuation longer than the context length makes `hf` fail; here it is scored in several windows. A task that
+    asks for as many new tokens as the context length or more makes `hf` fail, too; here the prompt is cut to half the
+    context length, and the model no longer sees the beginning when the text has grown longer than the context.
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer) -> None:

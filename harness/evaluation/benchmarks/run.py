@@ -97,9 +97,9 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
     a task file is run, because it is the user's own code beside the file.
 
     The random states of this process are restored afterwards. Raises UserError if lm-eval is not installed, for an
-    unknown name, for a missing task file, and for two different tasks of one name. Also raises UserError for a task
-    that would run downloaded code or code written by the model, that is about pictures or sound, or that cannot be
-    loaded, for example because its data is not available.
+    unknown name, for a missing task file, and for two tasks of one name with different settings. Also raises UserError
+    for a task that would run downloaded code or code written by the model, that is about pictures or sound, or that
+    cannot be loaded, for example because its data is not available.
     """
     check_installed()
     found = Benchmarks({}, {}, [])

@@ -124,10 +124,10 @@ def fine_tune(
     epoch. At the end the model is in evaluation mode.
 
     An example whose prompt leaves no room for its answer in the context is left out. All randomness comes from the
-    settings' seed, which also becomes torch's global seed. Prints the number of examples left out, the validation loss
-    before training, a line for each epoch, the reason for stopping and, on standard error, a hint if nothing was
-    learned. Raises UserError if the training or the validation part has no example left, and RunError if the model's
-    loss is not finite before training.
+    settings' seed, which also becomes torch's global seed. Prints the number of examples left out (if any), the
+    validation loss before training, a line for each epoch, the reason for stopping and, on standard error, a hint if
+    nothing was learned. Raises UserError if the training or the validation part has no example left, and RunError if
+    the model's loss is not finite before training.
     """
     context_length, padding = model.config.context_length, tokenizer.eot_token
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]

@@ -104,8 +104,8 @@ def _lock(descriptor: int) -> bool:
 
 
 def _parse(path: Path, content: bytes) -> Iterator[Record]:
-    """Yield the records of all complete lines. Skips lines that only begin like a record, because they were cut off or
-    damaged. Raises UserError for any other line."""
+    """Yield the records of all complete lines. Skips empty lines, and lines that only begin like a record, because they
+    were cut off or damaged. Raises UserError for any other line."""
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line and not (line.startswith(LINE_START) or LINE_START.startswith(line)):
             raise UserError(f"{path}:{number}: not a judge's answer; give --cache another file")

@@ -53,7 +53,7 @@ def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
     which any model's score is missing is left out for all models.
 
     A model's score on a question is the mean over the question's repeats. Questions without repeats are left out.
-    Returns None if no question is left. `seed` is that of the bootstrap, from which the intervals come.
+    Returns None if no question is left. `seed` is that of the bootstrap for the intervals (see `estimate_of_mean`).
     """
     scores_QxM = question_means(scores_QxRxM)
     if not len(scores_QxM):
@@ -213,8 +213,8 @@ def judge_and_report(
     """Ask the judge to score the answers of the models, print the report, and write each model's scores to its run (see
     `keep_scores`). `paths` are the responses files of `models`, in the same order. `caches` are those of `judge`.
 
-    Raises UserError and RunError as `judge` does. Also raises RunError, after the report, if at least one prompt has no
-    valid answer.
+    Raises UserError, RunError and OSError as `judge` does. Also raises RunError, after the report, if at least one
+    prompt has no valid answer.
     """
     report = JudgeReport(judge(models, settings, caches), settings, prices)
     click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))

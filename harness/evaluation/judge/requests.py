@@ -39,7 +39,7 @@ SHORTEST_SECRET = 8  # shorter keys, like a local server's "none", are not secre
 # Error codes by which the judge refuses this question, but not necessarily others.
 REFUSED_QUESTION_CODES = {"content_filter", "content_policy_violation", "context_length_exceeded", "invalid_prompt"}
 IN_FLIGHT_SECONDS = 10.0  # after a failure, wait at most this long for running requests, which may be paid for
-HOPELESS_PROMPTS = 8  # stop if the first 8 prompts that are done have no valid answer: more requests would cost money
+HOPELESS_PROMPTS = 8  # stop if 8 prompts are done and no prompt has a valid answer: more requests would cost money
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class JudgeClient:
         return printable(" ".join(hidden.split()))[:300]
 
     def ask(self, key: str, prompt: Prompt) -> Record:
-        """Send a prompt, and return the record of the judge's answer, valid or not. `key` is the key of the record. A
-        request that fails before a reply begins is retried, with at most `attempts` tries in all. After an invalid
-        answer, the prompt is not sent again.
+        """Send a prompt, and return the record of the judge's answer, valid or not. `key` is the key of the record. The
+        openai package makes up to `attempts` tries of a request that fails, but none after a reply has begun. After an
+        invalid answer, the prompt is not sent again.
 
         Raises UnavailableError if the judge does not answer, and UserError if other prompts would fail in the same way.
         """
@@ -210,7 +210,7 @@ class JudgeClient:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Numbers of tokens that a judge's answers cost, including invalid answers."""
+    """Number of a judge's answers, including invalid ones, and of the tokens that they cost."""
 
     answers: int = 0
     prompt: int = 0  # tokens of prompts
@@ -251,8 +251,8 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, caches: Sequence
 
     Raises UserError if the judge cannot be asked with these settings, if another process uses the first file, or if one
     of the files is no cache file. Raises RunError if the judge does not answer, if there is no valid answer at all
-    after HOPELESS_PROMPTS prompts, or if the first file cannot be read or written. The answers before an error are in
-    the cache.
+    after HOPELESS_PROMPTS prompts, or if the first file cannot be read or written, and OSError if another one cannot be
+    read. The answers before an error are in the cache.
     """
     prompts = list(_prompts(models, settings))
     names = {key: set(prompt.names) for key, prompt in prompts}
