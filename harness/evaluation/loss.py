@@ -163,7 +163,7 @@ class HeldOutText:
             )
         if batches is None:  # a split with fewer sequences than a batch has one smaller batch
             there = max(0, len(tokens) - (start_token or 0) - 1) // length
-            batch_size = min(batch_size, there) or batch_size
+            batch_size = min(batch_size, there) or 1
         layout = BatchLayout(1, 1, batch_size, length)
         is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN + layout.microbatch_tokens
         start = (NOTEBOOK_START_TOKEN if is_from_notebook else 0) if start_token is None else start_token
@@ -175,8 +175,8 @@ class HeldOutText:
             wanted = start + least * layout.microbatch_tokens + 1
             raise UserError(
                 f"{tokens.path}: too short: wanted {wanted:,} tokens ({_number_of_batches(least)} of "
-                f"{batch_size} sequences of {length:,} tokens from token {start:,}), but there are "
-                f"{len(tokens):,}; lower --start-token, --batches or --batch-size"
+                f"{batch_size} x {length:,} from token {start:,}), but there are {len(tokens):,}; in test_loss.py, "
+                "lower --start-token, --batches or --batch-size, or give another --split or --dataset"
             )
         order = WindowOrder([len(tokens)], length, first_token=start)
         return cls(model, datasets_dir, opened, split, TokenLoader(tokens, order, layout), batches)

@@ -485,12 +485,12 @@ def test_loss_on_datasets_that_do_not_fit(trained: Workshop) -> None:
     def ask(*options: str, datasets: Path = trained.datasets) -> Result:
         return trained.command("test_loss.py", str(datasets), *files, *options)
 
-    ask("--dataset", "local/small").refuses("test.safetensors", "too short", "there are 10", "--batch-size")
+    ask("--dataset", "local/small").refuses("test.safetensors", "wanted 17 tokens", "there are 10", "--dataset")
     ask("--batches", "100").refuses("test.safetensors", "wanted 9,601 tokens", "there are 500", "--batches")
     ask("--start-token", "499").refuses("test.safetensors", "there are 500", "--start-token")
     ask("--dataset", "local/large").refuses("test.safetensors", "token id 99", "vocabulary of 64")
     beyond = ask("--dataset", "local/untested", "--start-token", "600")
-    beyond.refuses("validation.safetensors", "wanted 697 tokens", "there are 500", "--start-token")
+    beyond.refuses("validation.safetensors", "wanted 617 tokens", "there are 500", "--start-token")
     ask("--dataset", "local/untested", "--split", "test").refuses("incomplete", "test.safetensors")
     for name in ("../x", "letters", "a/b/c", "local/..", "local/a\nb"):
         ask("--dataset", name).refuses("dataset")
