@@ -56,7 +56,7 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
     is_eager=True,
     expose_value=False,
     callback=print_names,
-    help="Print the task names that match a pattern, such as 'arc*'.",
+    help="Print the names of tasks, groups and tags that match a pattern, such as 'arc*'.",
 )
 @RUNS_DIR
 def main(
@@ -74,9 +74,9 @@ def main(
     MODEL_JSON.
 
     --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu), patterns of such names ('arc*'), and
-    paths of task files (.yaml), and can be given several times. The tasks' data is downloaded from the Hugging Face
-    Hub. The tokenizer is the one in the folder of the weights, or GPT-2's if that folder has none. Scores of a run's
-    checkpoint are also written to the folder results/ of the run.
+    paths of task files (.yaml), and can be given several times. Data that is not on this machine is downloaded from the
+    Hugging Face Hub. The tokenizer is the one in the folder of the weights, or GPT-2's if that folder has none. Scores
+    of a run's checkpoint are also written to the folder results/ of the run.
     """
     configure_libraries()
     specs = [name for each in tasks for name in each.split(",") if name]

@@ -46,7 +46,8 @@ def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[in
     if max(tokens) >= vocab_size:
         raise UserError(
             f"the prompt has token id {max(tokens)}, beyond the model's vocabulary of {vocab_size}: the tokenizer is "
-            "another model's; put this model's tokenizer file beside its weights, and the file's name into meta.json"
+            "another model's; put the right tokenizer beside the weights, and its file name into meta.json as "
+            '"tokenizer"'
         )
     return tokens
 

@@ -378,8 +378,8 @@ def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench, monkey
 @pytest.mark.parametrize(
     ("options", "environment", "words"),
     [
-        ([], {"OPENAI_API_KEY": ""}, "OPENAI_API_KEY is not in the environment"),
-        ([], {"OPENAI_API_KEY": "  "}, "OPENAI_API_KEY is not in the environment"),
+        ([], {"OPENAI_API_KEY": ""}, "OPENAI_API_KEY is empty or not"),
+        ([], {"OPENAI_API_KEY": "  "}, "OPENAI_API_KEY is empty or not"),
         ([], {"OPENAI_API_KEY": "clé"}, "OPENAI_API_KEY"),
         (["other.json"], {}, "/small.json and other.json: not the same questions: number 5 differs"),
         (["none.json"], {}, "none.json: no such file"),

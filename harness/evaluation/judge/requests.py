@@ -95,8 +95,8 @@ class JudgeClient:
         self.settings = settings
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
         if not self._key or not (self._key.isascii() and self._key.isprintable()):
-            fault = "holds characters that no key has" if self._key else "is not in the environment"
-            remedy = "put the judge's key there (a local server that needs none takes any value)"
+            fault = "holds characters that no key has" if self._key else "is empty or not in the environment"
+            remedy = "set it to the judge's key (a local server that needs none takes any value)"
             raise UserError(f"{KEY_VARIABLE} {fault}: {remedy}")
         try:
             import openai
