@@ -10,7 +10,7 @@ from typing import Any
 from harness.common.errors import UserError
 from harness.common.statistics import Inconclusive
 from harness.data.dataset import Dataset, TokenFile, remembered
-from harness.data.ngrams import Overlap, find_overlap
+from harness.data.ngrams import NGRAM, Overlap, find_overlap
 from harness.data.tokenizers import load_tokenizer
 from harness.runs.trained_model import TrainedModel
 
@@ -39,7 +39,7 @@ def training_overlap(model: TrainedModel, held_out: Dataset, split: str, dataset
         return find_overlap(held_out.split(split), training, eot_token).model_dump()
 
     found: Overlap = remembered(held_out, f"{split}--in-training-{digest}", files, scan, Overlap.model_validate)
-    return found
+    return found if found.ngrams else Inconclusive(f"none of its documents has {NGRAM} tokens to compare")
 
 
 def _train_splits(model: TrainedModel, datasets_dir: Path) -> list[TokenFile]:

@@ -270,6 +270,14 @@ def test_how_much_of_the_text_was_trained_on(shop: Workshop, monkeypatch: pytest
     assert {result.trained_on for result in losses_in(shop.runs / "r")} == {None}
 
 
+def test_whether_documents_without_13_tokens_were_trained_on_is_not_known(shop: Workshop) -> None:
+    add_text(shop, "names", "gpt2", [5] * 12, 12, 64, context_length=8)
+    (shop.runs / "fresh" / "meta.json").write_text('{"dataset": {"name": "me/names"}}')
+    files = [shop.runs / "fresh" / name for name in ("model.json", "model.safetensors")]
+    said = unwrapped(measure(shop, *files))
+    assert "also in the training data: not known, because none of its documents has 13 tokens" in said
+
+
 def test_a_dataset_of_another_tokenizer_is_refused(shop: Workshop) -> None:
     """A dataset is refused if its tokenizer is not the model's, because the same ids stand for other text. This holds
     even if both vocabularies have the same size. A tokenizer file with other formatting is the same tokenizer."""
