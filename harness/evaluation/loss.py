@@ -20,7 +20,7 @@ from harness.common.device import device_name
 from harness.common.errors import UserError, printable
 from harness.common.files import sha256
 from harness.common.json_files import finite
-from harness.common.messages import abbreviated, paragraph
+from harness.common.messages import abbreviated, counted, paragraph
 from harness.common.statistics import Inconclusive
 from harness.data.dataset import Dataset, TokenFile, check_token_ids
 from harness.data.fetch import ensure_dataset
@@ -175,8 +175,9 @@ class HeldOutText:
             wanted = start + least * layout.microbatch_tokens + 1
             raise UserError(
                 f"{tokens.path}: too short: wanted {wanted:,} tokens ({_number_of_batches(least)} of "
-                f"{batch_size} x {length:,} from token {start:,}), but there are {len(tokens):,}; in test_loss.py, "
-                "lower --start-token, --batches or --batch-size, or give another --split or --dataset"
+                f"{counted(batch_size, 'sequence')} of {length:,} tokens from token {start:,}), but there are "
+                f"{len(tokens):,}; in test_loss.py, lower --start-token, --batches or --batch-size, or give another "
+                "--split or --dataset"
             )
         order = WindowOrder([len(tokens)], length, first_token=start)
         return cls(model, datasets_dir, opened, split, TokenLoader(tokens, order, layout), batches)

@@ -410,8 +410,11 @@ REFUSED: list[tuple[list[str], str]] = [
     (["r", "runs/r/model.json", "gone.safetensors"], "gone.safetensors: no such file"),
     (["r", "runs/r/model.json", "other.safetensors"], "not the model's weights"),
     ([], "no model"),
-    (["r", "--start-token", "484"], "wanted 501 tokens (1 batch of 1 x 16 from token 484), but there are 500"),
-    (["r", "--start-token", "1000"], "wanted 1,017 tokens (1 batch of 1 x"),
+    (
+        ["r", "--start-token", "484"],
+        "wanted 501 tokens (1 batch of 1 sequence of 16 tokens from token 484), but there are 500",
+    ),
+    (["r", "--start-token", "1000"], "wanted 1,017 tokens (1 batch of 1 sequence"),
     (["r", "--batches", "6"], "wanted 577 tokens (6 batches of"),
     (["r", "--dataset", ""], 'dataset ""'),
     (["--run", "rl-*"], "no run in runs has such a name"),
