@@ -169,8 +169,8 @@ class Checkpointer:
         self.prepared.uploads.send_now()
 
     def check_weights(self, state: TrainState) -> None:
-        """Raise RunError on every rank if the checksums of the weights are not equal on all ranks. They must be equal,
-        because all ranks apply the same gradient."""
+        """Raise RunError on every rank if the checksums of the weights are not equal on all ranks: a device or its
+        memory is then faulty. Collective."""
         own: list[int] = []
         if self.world.size > 1:
             with self.world.watchdog.guard(Place(state.global_step, "check")):

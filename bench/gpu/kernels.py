@@ -146,8 +146,8 @@ def measure_loss(bench: Workbench) -> None:
 
 
 def measure_nanogpt(bench: Workbench) -> None:
-    """Record the times of a training step by nanoGPT (its model is in bench/references.py) and by this program with a
-    model of the same shape, in turns: compiled (except in a rehearsal), in bf16, without dropout, with the fused AdamW
+    """Record in turns the times of a training step by nanoGPT (its model is in bench/references.py) and by this program
+    with a model of the same shape, both compiled (except in a rehearsal), in bf16, without dropout, with fused AdamW
     and clipping. The batch has the size of the shipped run's microbatch, and random tokens."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT does; no product here is in fp32
     keys, changes = {"drop_rate": 0.0, "tie_weights": True, "qkv_bias": True}, {"clipping_max_norm": 1.0}

@@ -169,7 +169,8 @@ def move(path: Path, target: Path) -> None:
             path.rename(doomed)
             _remove(doomed)
     except OSError as error:  # shutil.Error, from copying a folder, lists an error for each file
-        _remove(draft)
+        with suppress(OSError):  # such as on a read-only disk
+            _remove(draft)
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise RunError(f"{path}: cannot be moved to {target}: {reason}") from None
 

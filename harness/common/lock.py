@@ -33,7 +33,7 @@ class Owner:
 
     @classmethod
     def read(cls, descriptor: int) -> Owner | None:
-        """Return the owner recorded in an open lock file, or None if the file holds no such record."""
+        """Return the owner recorded in an open lock file, or None if none can be read."""
         with suppress(OSError, ValueError, RecursionError):
             values = json.loads(os.pread(descriptor, 4096, 0))
             if isinstance(values, dict) and isinstance(values.get("pid"), int):

@@ -1,4 +1,4 @@
-"""Loss curves of several runs over a common axis, drawn by matplotlib. Replicates (runs that differ only in the seed)
+"""Loss curves of several runs over a common axis, drawn by matplotlib. Finished runs that differ only in the seed
 share one curve with a band."""
 
 from __future__ import annotations

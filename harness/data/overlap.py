@@ -66,7 +66,7 @@ class HeldOutHashes:
             yield replace(encoded, tokens=tokens, sizes=sizes[keep], ends=encoded.ends[keep], left_out=begun)
 
     def _judge(self, encoded: Encoded, numbers: np.ndarray) -> np.ndarray:
-        """Return for each document of a batch, as (documents,) bool, True if it occurs in the held-out text."""
+        """Return (documents,) bool: True for each document of the batch that occurs in the held-out text."""
         count = int(numbers[-1]) + 1
         texts: list[list[str]] = [[] for _ in range(count)]
         for piece, number in zip(encoded.batch.pieces, numbers.tolist(), strict=True):

@@ -122,9 +122,9 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
     for which it was silent. Return None and 0 if the run has no owner, or if the owner is the machine with the id
     `own`.
 
-    With `own`, if the store says when files were written, the silence is measured by the store's clock alone. To read
-    that clock, a file is written and deleted. Otherwise the time in owner.json (1970 if it has none) is compared with
-    this machine's clock, so the seconds can be negative. Raises the errors of the store.
+    With `own`, if the store says when files were written, the silence is measured by the store's clock alone, which is
+    read by writing and deleting a file. Otherwise the time in owner.json (1970 if it has none) is compared with this
+    machine's clock, so the seconds can be negative. Raises the errors of the store.
     """
     owner = _parse(mirror.read(OWNER))
     if owner is None or (own is not None and owner.get("id") == own):

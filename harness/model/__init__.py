@@ -1,2 +1,2 @@
-"""Everything about a model except its layers, which are in gpt.py: configuration and cost, the fused loss, precision,
-the key-value cache, the choice of kernels, and reading and writing weights."""
+"""The parts of a model outside gpt.py: configuration and cost, the fused loss, precision, the key-value cache, the
+choice of kernels, export formats, and reading and writing weights."""

@@ -70,7 +70,7 @@ class Position:
 
 
 def find_unfinished_work(config: TrainConfig, position: Position, meta: CheckpointMeta | None) -> set[str]:
-    """Return the names (see `Position.due_after`) of the work after the checkpoint's global step that is still to be
+    """Return the names (see `Position.due_after`) of work due right after the checkpoint's global step that is not
     done. There can be such work only if a request to stop interrupted an evaluation, or if the step was not the run's
     last one when the checkpoint was saved, but is now, for example because the budget was lowered. `meta` is the
     checkpoint's meta.json; None without a checkpoint."""

@@ -22,8 +22,8 @@ UNDETERMINED = 0.025  # largest fraction of a profile's bootstrap draws that may
 
 @dataclass(frozen=True)
 class Optimum:
-    """Lowest point of a profile's parabola, with intervals: the number of parameters with the lowest loss among models
-    that are trained with the profile's FLOPs, the number of tokens that such a model is trained on, and this loss."""
+    """Lowest point of a profile's parabola, with intervals: the number of parameters at which training with the
+    profile's FLOPs gives the lowest loss, the number of tokens of that training, and its loss."""
 
     parameters: Estimate
     tokens: Estimate

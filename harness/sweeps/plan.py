@@ -135,7 +135,7 @@ class RunPlan:
 class Planner:
     """Planner of single runs. `groups` is the number of runs that are trained at the same time, each with `processes`
     ranks. Runs with the same model, batch layout, batch ramp and kernel settings (KERNEL_KEYS) have the same speed,
-    which is determined once and kept in `speeds`."""
+    which `speeds` keeps until a run has ended."""
 
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
