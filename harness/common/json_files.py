@@ -107,8 +107,8 @@ def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
-    """Return the text of one of pydantic's faults. It has the key, the reason and, if that helps and is no secret, the
-    value. For a fault that our own validator found, it is that validator's message."""
+    """Return the text of one of pydantic's faults: the key, the reason and in some cases the value, but never a secret
+    one. For a fault that our own validator found, return that validator's message."""
     # Pydantic's location of a fault also contains the types that it tried for a union. These are not keys of the file.
     parts = [str(part) for part in fault["loc"]]
     key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and "[" not in part))

@@ -136,7 +136,7 @@ def has_ended(name: str) -> bool:
 
 def exit_when_launcher_dies() -> None:
     """Start a thread that ends this process soon after its launcher has ended. If the launcher has ended already, end
-    this process now. Does nothing without a launcher, or if there is such a thread."""
+    this process now. Does nothing without a launcher, or if there is such a thread already."""
     global _launcher
     if _launcher or not is_launched():
         return

@@ -204,9 +204,9 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     is None.
 
     If all datasets are on this machine, the run is checked against them and against the checkpoint (see
-    `check_continuable`), and so are the token ids of the splits that training reads. Otherwise only FIXED_KEYS of
-    train.json are compared with the checkpoint. Raises UserError if a check fails, and for a batch, a budget or a
-    schedule with which training cannot run.
+    `check_continuable`), and the token ids that training reads are checked against the vocabulary. Otherwise only
+    FIXED_KEYS of train.json are compared with the checkpoint. Raises UserError if a check fails, and for a batch, a
+    budget or a schedule with which training cannot run.
     """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
@@ -348,8 +348,8 @@ def describe_plan(
     elif plan.position is None:
         rows.append(("starts from", "its checkpoint"))
     if mirrored:
-        chosen = mirrored.checkpoint if mirrored.meta else "no checkpoint"
-        rows.append(("mirror", f"{mirrored.name}: would continue from {chosen} there"))
+        chosen = f"continue from {mirrored.checkpoint} there" if mirrored.meta else "use no checkpoint there"
+        rows.append(("mirror", f"{mirrored.name}: would {chosen}"))
         if plan.position and plan.steps:
             rows.append(("a lost machine", describe_lost_machine(plan, speed, mirrored)))
     if plan.position:
@@ -480,7 +480,7 @@ def print_plan(
     `ranks` is the number that --processes gives, or else the number of ranks that the launcher has started. The plan is
     for this number of ranks, unless --assume-world-size gives another one. If `gpu_names` finds no GPU here, but
     `machine_of_run` knows the machine that the run is meant for, the plan is for that machine, unless --assume-device
-    names another GPU. In this case, if `ranks` is 1, the default number of ranks is the number of that machine's GPUs.
+    names another GPU. In both cases, if `ranks` is 1, the default number of ranks is the number of that machine's GPUs.
     Raises UserError as `checked_plan`, `plan_speed` and `machine_of_run` do.
     """
     said, meant, memory, assumed = None, None, None, options.assume_world_size

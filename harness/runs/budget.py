@@ -29,7 +29,7 @@ class Budget(BaseModel):
 
     key: str  # the key of train.json that gives the budget
     value: float | int  # that key's value
-    # Tokens of the whole run: a number of whole global batches, by the batch sizes when the budget was resolved
+    # Tokens of the whole run, in whole global batches as they were when the budget was resolved
     tokens: Annotated[int, Field(ge=1, lt=COUNTABLE)]
 
     def describe(self) -> str:

@@ -294,7 +294,8 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     benchmarks_due: bool = False
     # Where and how the checkpoint was trained
     seconds: dict[str, Seconds] = {}  # by phase (see metrics.PHASES)
-    # By phase, each second at the price that was then set, or before the first price at that one; empty without a price
+    # By phase. Each second counts at the price that was set then or, if none was set yet, at the first price. Empty if
+    # no price was ever set.
     dollars: dict[str, Dollars] = {}
     metrics_bytes: RecordedCount = 0  # size of metrics.jsonl when the checkpoint was saved
     world_size: WorldSize | None = None
@@ -313,7 +314,8 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     def state(self) -> TrainState:
         """Return the run's state at the time when the checkpoint was saved. A `loss_sum` that was not finite is NaN. If
-        meta.json does not record where the measurement of the training speed began, it restarts at the checkpoint."""
+        meta.json does not record where the measurement of the training speed began, this measurement restarts at the
+        checkpoint."""
         values = {key: getattr(self, key) for key in Progress.model_fields}
         state = TrainState(**values | {"loss_sum": math.nan if self.loss_sum is None else self.loss_sum})
         if "measured_from_step" not in self.model_fields_set:
@@ -338,7 +340,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     @property
     def is_from_notebook(self) -> bool:
-        """True if meta.json has none of OWN_KEYS, as that of the training program of Giles Thomas's lab notebook. A
+        """True if meta.json has none of OWN_KEYS, like that of the training program of Giles Thomas's lab notebook. A
         checkpoint of this program that has lost some of these keys is damaged, not the notebook's."""
         return not OWN_KEYS & self.model_fields_set
 

@@ -319,8 +319,8 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> None:
     """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, and point the link
-    `latest` to `start`, and `best` to the best checkpoint that `start` records. If `start` records none, or it is gone,
-    remove the link `best`.
+    `latest` to `start`, and `best` to the best checkpoint that `start` records. If `start` records none, or if that
+    checkpoint is gone, remove the link `best`.
 
     `make_aside` creates a new folder for old results and returns its path. It is called only if there are checkpoints
     to move. They are moved into the new folder's subfolder checkpoints/. Raises UserError as `read_meta` does, RunError

@@ -22,9 +22,9 @@ BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
-    """The part of a run's training, or the steps of check_machine.py, over which the speed was measured.
-    Throughout, this program trained, and the device, the number of ranks, and train.json's keys for batch and kernels
-    stayed the same."""
+    """The part of a run's training, or the steps of check_machine.py, over which the speed was measured. Throughout,
+    this program trained, and the device, the number of ranks, and train.json's keys for batch and kernels stayed the
+    same."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

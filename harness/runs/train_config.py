@@ -36,8 +36,8 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 class BatchScale(BaseModel):
     """Value of the key `scale_with_batch`: the global batch that learning rates and weight decay were tuned with, and
-    the length of run that weight decay was tuned with. harness/planning/rates.py has the formulas that scale them to
-    this run's batch and length."""
+    the length of run that weight decay was tuned with. harness/planning/rates.py has the formulas that scale learning
+    rates and weight decay to this run."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 

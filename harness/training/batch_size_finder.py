@@ -383,9 +383,9 @@ def largest_that_fits(
     first size is 1, and no size is more than `growth` times the largest that is known to fit.
 
     `guess` returns an estimate of the result from the calls of `fits` so far, or None. A size at or near the estimate
-    is tried next, in place of the size that growth or bisection would give. An estimate is ignored if it is far outside
-    the sizes that may be tried next, or if these are few. Good estimates make the search shorter, and bad ones make it
-    only a little longer.
+    is tried next, in place of the size that growth or bisection would give. An estimate is ignored if it is not close
+    to the sizes that may be tried next, or if these are few. Good estimates make the search shorter, and bad ones make
+    it only a little longer.
     """
     low, high, guesses = 0, ceiling + 1, 0  # the largest size known to fit, and the smallest known not to fit
     while high - low > max(1, low // fineness):

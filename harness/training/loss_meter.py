@@ -76,7 +76,7 @@ class LossMeter:
     def reduce(self, world: World, own_seconds: float = 0.0) -> TrainMetrics:
         """Wait for the device, combine the values of all ranks, and reset the meter, except for the number of
         consecutive skipped steps. `own_seconds` is this rank's entry of the result's `own_seconds`. Returns the same
-        metrics on every rank. If the meters are empty, their `microbatches` is 0. Collective."""
+        metrics on every rank, with `microbatches` 0 if all meters are empty. Collective."""
         states, seconds = zip(*world.gather((self.state(), own_seconds)), strict=True)
         columns = list(zip(*states, strict=True))
         sums, counts, minima, maxima, norms, skipped, rows, longest = columns[: len(self.EMPTY)]

@@ -557,7 +557,7 @@ def test_the_plan_says_where_it_would_continue_and_what_a_loss_costs(first: InPr
     assert "done already 5 steps" in told
     assert not (second.runs / "r" / "checkpoints").exists(), "nothing is fetched"
     anew = " ".join(second.attempt("--plan", "--restart").stdout.split())
-    assert "would continue from no checkpoint there" in anew, "a newer one is there"
+    assert "would use no checkpoint there" in anew, "a newer one is there"
     third = add_machine(first.path.parent, "third", checkpoint_interval=1000)
     told = " ".join(third.attempt("--plan").stdout.split())
     more = re.search(r"global steps (\d+) more", told)
@@ -566,7 +566,7 @@ def test_the_plan_says_where_it_would_continue_and_what_a_loss_costs(first: InPr
     assert "a lost machine costs" not in first.attempt("--plan").stdout, "nothing is left to train"
     first.add_run(**SETTINGS, mirror=url(first))
     again = " ".join(first.attempt("--plan", "--assume-tps", "128").stdout.split())
-    assert "would continue from no checkpoint there" in again
+    assert "would use no checkpoint there" in again
     assert "MB/s as last measured" in again
 
 
