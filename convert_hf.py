@@ -104,7 +104,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 @click.option(
     "--datasets-dir",
     type=click.Path(path_type=Path),
-    help="Folder of datasets; measure the test loss, on the datasets that test_loss.py uses by default.",
+    help="Folder of datasets; measure the test loss on those that test_loss.py uses by default.",
 )
 @click.option("--card", is_flag=True, help="Print the card, and upload nothing.")
 @RUNS_DIR

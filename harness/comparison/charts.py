@@ -74,9 +74,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves of one kind of loss, sorted by their last loss, the lowest first. Curves of runs whose very last loss is
-    not drawn (see `charts_of`) come after all others. `problems` has a line for each reason why something is not drawn.
-    """
+    """Curves of one kind of loss, sorted by their last loss, the lowest first. Curves of runs whose last loss does not
+    count (see `charts_of`) come after all others. `problems` has a line for each reason why something is not drawn."""
 
     axis: str
     kind: str  # "validation" or "training"
@@ -217,8 +216,7 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
 
 
 def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
-    """Return a note if there are verdicts, and they are based on a loss that the chart does not show. Otherwise, return
-    ""."""
+    """Return a note if there are verdicts based on a loss that the chart does not show, otherwise ""."""
     drawn = f"{chart.kind} loss"
     if comparison is None or comparison.loss in ("", drawn):
         return ""
@@ -301,10 +299,10 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
     """Return the lowest and the highest loss to show, with a margin. If the steep first part of the curves would take
-    more than half of the height, the range contains the curves without this part, otherwise the whole curves.
-    Losses above PEAK_RATIO times the highest first loss (at least LEAST_PEAK) do not count. Of a band, only the
-    lower end at the last step counts. The range also contains those `references` (losses drawn as dotted lines)
-    that are near the curves."""
+    more than half of the height, the range contains the curves without this part, otherwise the whole curves. Losses
+    above PEAK_RATIO times the highest first loss (at least LEAST_PEAK) do not count. Of a band, only the lower end at
+    the last step counts. The range also contains those `references` (losses drawn as dotted lines) that are near the
+    curves."""
     top = max(LEAST_PEAK, PEAK_RATIO * max(abs(curve.y[0]) for curve in curves))
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
     settled += [low for curve in curves for low in curve.low[-1:]]

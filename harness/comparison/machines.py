@@ -48,9 +48,9 @@ class KnownSpeed:
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
     """Yield lines for a terminal: a table of one run's time and cost on each machine, and the reasons why a machine is
-    not in the table. The speeds are those in the folders of `run` and of `others`. Rows with measured
-    speeds come before rows with reported speeds. Rows of the same basis are sorted by dollars, the lowest first. If
-    `_read_work` is inconclusive, the lines give only the reason.
+    not in the table. The speeds are those in the folders of `run` and of `others`. Rows with measured speeds come
+    before rows with reported speeds. Rows of the same basis are sorted by dollars, the lowest first. If `_read_work` is
+    inconclusive, the lines give only the reason.
 
     Raises UserError if a file of the run or the price list is wrong. Other runs with a wrong file are skipped.
     """

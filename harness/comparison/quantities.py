@@ -71,7 +71,7 @@ ANY_BASIS = Basis("any", "")  # of quantities that can always be compared: token
 
 @dataclass(frozen=True)
 class Measurement:
-    """One number of one run, which was measured here or reported by others."""
+    """One number of one run, measured here or reported by others."""
 
     value: float
     basis: Basis
@@ -210,8 +210,8 @@ def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
 
 
 def _validation_loss(record: RunRecord) -> Number:
-    """Return the last validation loss. If none is recorded, or it is not finite, returns None, or Inconclusive if
-    train.json asks for no validation."""
+    """Return the last validation loss. Without a finite one, returns Inconclusive if train.json asks for no validation,
+    otherwise None."""
     value = _latest("final_validation_loss", "validation_loss", record)
     is_off = record.train and record.train.get("validation_interval") is None
     return Inconclusive("trained without validation") if value is None and is_off else value
@@ -492,8 +492,7 @@ def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
 
 def _spent(what: Literal["seconds", "dollars"], without: str, record: RunRecord) -> Number:
     """Return the total seconds or dollars (`what`) of a run, minus those of the phase `without` if a phase is given.
-    Returns None if they are not recorded, or Inconclusive if there are seconds but, without a price per hour, no
-    dollars."""
+    Returns None if they are not recorded, or Inconclusive if dollars are missing for lack of a price per hour."""
     spent: Mapping[str, float] = getattr(record, what)
     if what == "dollars" and "total" in record.seconds and "total" not in spent:
         return Inconclusive("train.json had no price_per_hour")

@@ -1,6 +1,6 @@
 """Records of runs for a comparison. Each is read from a run's folder: configuration, progress, results, and figures
-that others reported. If a file that the record needs is broken, its `problems` has a line for it, and the other files
-are still read. Does not load torch."""
+that others reported. If a needed file is broken, the record's `problems` has a line for it, and the other files are
+still read. Does not load torch."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class RunRecord:
     state: State
     model: Mapping[str, Any]  # model.json with defaults, or the model that `summary` records
     train: Mapping[str, Any]  # train.json, likewise
-    summary: RunSummary | None = None  # None also if the run was continued after it, beyond its tokens
-    progress: RunProgress | None = None  # None if `summary` is not
-    meta: CheckpointMeta | None = None  # of the latest checkpoint; None if `summary` is not
+    summary: RunSummary | None = None  # None also if the run has trained further since
+    progress: RunProgress | None = None  # None if there is a `summary`
+    meta: CheckpointMeta | None = None  # of the latest checkpoint; None if there is a `summary`
     results: Results = field(default_factory=Results)
     benchmarks: tuple[BenchmarkEvent, ...] = ()  # the last evaluation while training
     reported: Reported | None = None

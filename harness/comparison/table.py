@@ -96,8 +96,8 @@ class Column:
 
     @property
     def is_alike(self) -> bool:
-        """True if the table has at least two runs, their cells in this column are equal and have a value, and neither
-        direction of the column is better."""
+        """True if the table has at least two runs, all cells of the column are equal and have a value, and
+        `lower_is_better` is None."""
         first, *others = self.cells
         is_fact = self.lower_is_better is None and first.value is not None
         return bool(others) and is_fact and all(cell == first for cell in others)
@@ -137,7 +137,7 @@ class RunsTable:
         """Build the table with rows in the order of `records`."""
         found = [(quantity, _quantity_columns(quantity, records)) for quantity in quantities(records)]
         numbers = [column for _, those in found for column in those]
-        taken = {column.key for column in numbers}  # the setting "epochs" and the number of epochs have one title
+        taken = {column.key for column in numbers}  # the setting "epochs" and the number of epochs have the same key
         settings = [
             replace(each, key=f"setting_{each.key}") if each.key in taken else each
             for each in _setting_columns(records)
@@ -302,8 +302,8 @@ def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_r
 def table_lines(table: RunsTable) -> Iterator[str]:
     """Yield the lines of the table: one block of the most important columns, the settings that differ, the texts of
     `below_lines`, the names of the columns not shown, what the numbers were measured on, the remarks on cells (such as
-    why one is empty), and the runs' other problems. A line has at most 80 characters, unless the parts in which long
-    names of runs differ (see `cut_names`), or the numbers of 100 remarks, need more."""
+    why one is empty), and the runs' other problems. A line has at most 80 characters, unless long names of runs (see
+    `cut_names`) or more than 99 remarks need more."""
     remarks: dict[str, int] = {}  # the number of each remark, by its text; the cells show the number
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, max(WIDTH - max(map(len, [*names, "run"])), LEAST_ROOM))

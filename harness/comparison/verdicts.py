@@ -122,8 +122,8 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     - The arm and the baseline have two runs or more each: Welch's interval for training noise. Text noise is added if
       it is known.
     - The arm or the baseline has a single run: the spread over seeds is pooled from all arms that have replicates and
-      only finite losses. Of two arms, one with a single run and 4 times as noisy as the other, the 95 % interval
-      contains the true difference in 65 % of experiments if the other arm has 3 runs, and in 40 % if it has 20 runs.
+      only finite losses. If a single run belongs to an arm 4 times as noisy as the only other arm, the 95 % interval
+      contains the true difference in 65 % of experiments with 3 runs of the other arm, and in 40 % with 20 runs.
     - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
       the interval of the difference that these trained models would have on other text, if text noise is known.
     - The arm or the baseline has no run, or a loss that is not finite: inconclusive, and `difference` is None.
@@ -259,10 +259,10 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
     only in their seeds. `chance` names what these seeds change (see `Arms`). If no arm without a flaw (`Arm.flaw`) has
     two runs, or if seeds do not change the loss, returns one sentence that says that the noise is unknown.
 
-    Up to three more are about inconclusive verdicts whose interval contains 0. One gives the number of seeds to detect
-    a difference of the size that was measured, for each arm where training noise alone can explain this difference. The
-    others are about the arms where text noise (from the choice of the text) can explain the difference, because more
-    seeds would not reduce text noise.
+    Up to three more sentences are about inconclusive verdicts whose interval contains 0. One gives the number of seeds
+    to detect a difference of the size that was measured, for each arm where training noise alone can explain this
+    difference. The others are about the arms where text noise (from the choice of the text) can explain the difference,
+    because more seeds would not reduce text noise.
 
     Holm's correction is applied neither to these numbers of seeds nor to the choice of the named arms: each number is
     for a test of one arm alone against the baseline. The numbers leave out the text noise that all runs share.

@@ -16,8 +16,8 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
     empty, and print a line about it. A folder that holds the splits is left unchanged, without a network call.
 
     Several processes of one machine may call this at the same time (if they download, only on a file system with
-    locks). Raises UserError if the name or meta.json is invalid, if the folder or the obtained dataset lacks a
-    split, the tokenizer or a file that meta.json lists, or if the dataset cannot be obtained.
+    locks). Raises UserError if the name or meta.json is invalid, if the folder or the obtained dataset lacks a split,
+    the tokenizer or a file that meta.json lists, or if the dataset cannot be obtained.
     """
     folder = dataset_folder(datasets_dir, name)
     if not is_present(datasets_dir, name, splits):

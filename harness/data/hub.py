@@ -40,7 +40,7 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
     """Download the dataset repository `name` (owner/name), verify its files, and move them to `folder` in one rename.
 
     Until all files are verified, they are kept in a hidden folder beside `folder`, from which the next call resumes. If
-    another process of this machine downloads the dataset, wait for it (not on a file system without locks). If `folder`
+    another process of this machine downloads the dataset, wait for it (only on a file system with locks). If `folder`
     then has files, download nothing.
 
     The environment variables HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply, as always in huggingface_hub. In

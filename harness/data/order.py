@@ -94,8 +94,7 @@ class WindowOrder:
 def interleave(weights: Sequence[float]) -> np.ndarray:
     """Return the indices of items with these weights, in the order in which the items take turns: (turns,) int64. The
     sequence is to be repeated. In it, each item has about its share: the share is rounded to a multiple of 1 / PERIOD,
-    but not to 0. The sequence has at most PERIOD entries; only if items with shares below 1 / PERIOD get one entry
-    each, it can have more.
+    but not to 0. The sequence can have more than PERIOD entries only if a share is below 1 / PERIOD.
 
     The turns are those of smooth weighted round-robin, as in nginx: each item has credit, which grows by its share in
     each turn; the item with the most credit is next, and loses the sum of all shares.

@@ -104,8 +104,8 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
 
 
 def model_card(facts: ModelFacts) -> str:
-    """Return the model card, which is the README.md of the repository. Raises UserError if a file of the run
-    that is read (summary.json, perhaps train.json) is not valid."""
+    """Return the model card, which is the README.md of the repository. Raises UserError as `read_summary` and
+    `TrainedModel.dataset` do."""
     config, run = facts.files.config, facts.files.run
     model_type = native_class(config) or OWN_TYPE
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)

@@ -153,11 +153,11 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
 
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
-    """Return a function that returns True for the name of a checkpoint that the run has left here by going back to an
-    earlier step: if the checkpoint was moved to a folder below `aside/` and not fetched again, while the mirror with
-    these `files` still has its meta.json. The function also returns True for checkpoints that were saved before such a
-    one, are not here, and are of later steps than the one that the run went back to, because a machine need not have
-    all checkpoints of the mirror. (Names begin with the date.)"""
+    """Return a function of a checkpoint's name. It returns True if the run has left that checkpoint here by going back
+    to an earlier step: the checkpoint was moved to a folder below `aside/` and not fetched again, while the mirror with
+    these `files` still has its meta.json. The function also returns True for earlier checkpoints that are not here,
+    down to the step that the run went back to, because a machine need not have all checkpoints of the mirror. (Names
+    begin with the date.)"""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
     last = max(moved - {*here}, default="")
@@ -216,10 +216,10 @@ def is_set_aside(files: dict[str, int], name: str) -> bool:
 def _bring_checkpoint(
     run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta, damaged: str | None
 ) -> bool:
-    """Fetch a checkpoint and all that belongs to it, point the link `latest` to it, and if the best checkpoint is here,
-    point the link `best` to that one. If the checkpoint is already here and is not `damaged`, only set the links.
-    Return False if it is damaged in the mirror, and otherwise True. `damaged` names a checkpoint that is damaged here,
-    or is None: once a whole copy has been fetched, the damaged one is moved to a folder below `aside/`.
+    """Fetch a checkpoint and all that belongs to it, and set the links `latest` and (if the best checkpoint is here)
+    `best`. If the checkpoint is already here and is not `damaged`, only set the links. Return False if it is damaged in
+    the mirror, and otherwise True. `damaged` is None or names a checkpoint that is damaged here. The damaged one is
+    moved to a folder below `aside/` once a whole copy has been fetched.
 
     The checkpoint gets its name after all other files have been fetched. If this process is killed before that, the
     next process fetches what is missing; if it is killed later, no file is missing.

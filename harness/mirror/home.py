@@ -70,9 +70,9 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     train.json, results and compiled code are not replaced if they are there. Summary, chart and metrics are replaced
     unless the run here has a newer checkpoint than the mirror, has left the mirror's newest one (see
     `left_by_going_back`), or is being trained; see also `fetch_results`, `_may_replace_summary` and
-    `_may_replace_metrics`. If they may be replaced, the mirror has no summary, and the summary here ends at a
-    checkpoint that was set aside in the mirror, this summary is moved, with the chart, to a folder below `aside/`.
-    Unless the run is being trained here, the mirror's owner.json is written into the run's lock file.
+    `_may_replace_metrics`. If they may be replaced and the mirror has no summary, an outdated summary here (see
+    `_summary_was_set_aside`) is moved, with the chart, to a folder below `aside/`. Unless the run is being trained
+    here, the mirror's owner.json is written into the run's lock file.
 
     Raises UserError as `open_mirror` and `refuse_if_set_aside` do, if there is no such run, or if the run here is
     another experiment, is the mirror itself, or has a file that cannot be read. With weights, also raises UserError if

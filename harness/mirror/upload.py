@@ -289,8 +289,8 @@ class Uploads:
         they are damaged. Checkpoints of the second kind were left here by going back, and are later than all
         checkpoints that are both here and in the mirror. The other files of these checkpoints stay. If there are such
         checkpoints, delete summary and chart. Also move their measurements to RESULTS_ASIDE. Summary, chart and
-        measurements that the run's folder still has are left alone. In `there`, the mirror's files with their sizes,
-        what was renamed, moved or deleted no longer has its old name."""
+        measurements that the run's folder still has are left alone. Updates `there`, the mirror's files with their
+        sizes, except that files in RESULTS_ASIDE are not added."""
         stale, is_left_here = set[str](), left_by_going_back(self.run, there)
         # Another machine may have continued from one that was left here, up to a checkpoint that was fetched since.
         here = list_checkpoints(self.run.checkpoints)

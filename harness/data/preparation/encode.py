@@ -105,12 +105,11 @@ def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _cutting_place(text: str, start: int, end: int) -> int:
-    """Return the largest index into `text` after `start` and up to `end` that is before a space that follows a visible
-    character, or before a line break that follows a letter or digit. Return `end` if there is none among the last
-    CUT_SEARCH characters.
+    """Return the largest index into `text`, after `start` and up to `end`, of a space after a visible character or of a
+    line break after a letter or digit. Return `end` if there is none among the last CUT_SEARCH characters.
 
     No pattern that splits text into words (GPT-2's, cl100k's, o200k's) finds a word that extends across such a place,
-    so cutting the text there does not change its tokens.
+    so cutting the text before it does not change the tokens.
     """
     for at in range(end, max(start, end - CUT_SEARCH), -1):
         before, after = text[at - 1], text[at]

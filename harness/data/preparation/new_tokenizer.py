@@ -72,14 +72,14 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> list[str]:
     """Return the text to train a tokenizer on, in pieces: the beginnings of the files that `source.sampled` chooses.
 
-    Of each file, at most SAMPLE_CHARACTERS characters are returned if the chosen files have no more bytes than that on
-    the disk (they may be compressed), and otherwise at most SAMPLE_CHARACTERS divided by their number.
+    The limit for each file is SAMPLE_CHARACTERS if the chosen files have no more bytes than that on the disk (they may
+    be compressed), and otherwise SAMPLE_CHARACTERS divided by their number.
 
-    If all files are chosen and together have fewer characters than this limit of one file, the held-out splits are left
-    out, except if documents are shuffled before the last ones are held out, because these are not known yet. In every
-    other case, some of the documents may be held out later; if `rules.order` is "given" without a shuffle, the held-out
-    splits' shares are cut off from the end of the sample. The options --exclude, --max-documents and --max-tokens do
-    not apply to the sample. Raises the errors of reading the files.
+    If all files are chosen and together have fewer characters than this limit, the held-out splits are left out, unless
+    they depend on a later shuffle. In every other case, some of the returned documents may be held out later. If
+    `rules.order` is "given" without a shuffle, the held-out splits' shares are cut off from the end of the sample. The
+    options --exclude, --max-documents and --max-tokens do not apply to the sample. Raises the errors of reading the
+    files.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS

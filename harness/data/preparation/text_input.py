@@ -289,7 +289,7 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
     except (ValueError, RecursionError) as error:
         is_array = number == 1 and line.lstrip().startswith(b"[")
         hint = "this is a JSON array; write one object a line" if is_array else "correct or remove the line"
-        # The error's own text gives a line of the text that was parsed, which is a single line of the file.
+        # The error's own text would always say "line 1", because each line of the file is parsed alone.
         reason = str(error)[:80]
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg}: column {error.pos + 1:,}"

@@ -26,9 +26,9 @@ Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raise UserError if a new dataset folder cannot be made at `target`, or if its path gives the dataset no name of
-    the form owner/name. A folder with files is refused, except if `overwrite` is true and all files are parts of a
-    dataset."""
+    """Raise UserError if a new dataset folder cannot be made at `target`, or if the last two parts of the path are no
+    valid owner/name (a path of one part needs no owner). A folder with files is refused, except if `overwrite` is true
+    and all files are parts of a dataset."""
     # A target of one part, without an owner, is accepted: the user moves it to DATASETS_DIR/owner/name later.
     for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
         check_name(part, f"{target}: invalid name of a dataset (owner/name, the last two folders):")
