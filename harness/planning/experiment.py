@@ -378,10 +378,8 @@ class Experiment:
         try:
             steps = 0 if exhausted else batches.num_steps(wanted, available)
         except UserError as error:
-            # a budget of -1, all tokens of the split, cannot be lower
             keys = "the batch" if wanted == -1 else f"{config.budget_key} or the batch"
-            if config.start_train_token:
-                keys = f"start_train_token{' or' if wanted == -1 else ','} {keys}"
+            keys = f"start_train_token or {keys}" if config.start_train_token else keys
             where = f"from token {start:,} on"
             if isinstance(config.epochs, float) or len(split_tokens) > 1:
                 passes = config.epochs if isinstance(config.epochs, float) else 1.0
@@ -415,12 +413,11 @@ class Experiment:
             wanted = config.start_val_token + int(sequences) * self.model.context_length + 1
             there = len(part.split("validation"))
             if there < wanted:
-                keys = "validation_sequences" if config.validation_sequences else "validation_batches"
-                keys = f"start_val_token or {keys}" if config.start_val_token else keys
+                key = "validation_sequences" if config.validation_sequences else "validation_batches"
                 raise UserError(
                     f"the validation split of {part.name} is too short: wanted {wanted:,} tokens (start_val_token + "
-                    f"{sequences:,} sequences x context_length + 1), but there are {there:,}; lower {keys} in "
-                    "train.json"
+                    f"{sequences:,} sequences x context_length + 1), but there are {there:,}; lower start_val_token or "
+                    f"{key} in train.json"
                 )
 
     def validation_order(self, data: TrainingData) -> WindowOrder:

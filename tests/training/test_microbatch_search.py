@@ -395,7 +395,7 @@ UNVALIDATED = {"validation_interval": None, "validation_batches": None, "checkpo
             {"min_train_tokens": -1, "gradient_accumulation_steps": None},
             [
                 "the validation split of local/letters is too",
-                "lower validation_batches in train.json",
+                "lower start_val_token or validation_batches in train.json",
             ],
         ),
     ],
