@@ -86,8 +86,7 @@ def check_checkpoint(mirror: Mirror, experiment: Experiment, provenance: Provena
     try:
         check_continuable(meta, experiment.run.checkpoints, provenance)
     except UserError as error:
-        difference = str(error).removeprefix(f"{experiment.run.checkpoints}: ")  # with remedies, to which two are added
-        raise another_experiment(mirror, difference, ", or give another mirror, or rename the run") from None
+        raise another_experiment(mirror, str(error).removeprefix(f"{experiment.run.checkpoints}: ")) from None
 
 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
@@ -109,7 +108,7 @@ def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
         raise another_experiment(mirror, difference)
 
 
-def another_experiment(
-    mirror: Mirror, difference: str, remedy: str = "; give another mirror or rename the run"
-) -> UserError:
-    return UserError(f"mirror {mirror.name}: holds another experiment: {difference}{remedy}")
+def another_experiment(mirror: Mirror, difference: str) -> UserError:
+    return UserError(
+        f"mirror {mirror.name}: holds another experiment: {difference}; give another mirror or rename the run"
+    )
