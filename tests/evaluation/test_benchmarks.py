@@ -334,6 +334,14 @@ def test_a_task_that_a_group_changes_is_not_the_same_task(named: list[str]) -> N
             benchmarks.load(specs)
 
 
+def test_a_group_that_changes_a_group_in_it_is_refused(named: list[str]) -> None:
+    """lm-eval gives all tasks of the inner group that group's name, and would score only the last. Of its own groups,
+    `openllm` is such a one."""
+    assert benchmarks.load(["all"]).asked == ["all"]
+    with pytest.raises(UserError, match='two different tasks are called "all"'):
+        benchmarks.load(["changed"])
+
+
 def test_what_is_typed_wrong_is_one_line(subject: Subject, tmp_path: Path) -> None:
     for options, words in (
         (["--tasks", "x", "--output", "."], "is a directory"),
@@ -359,7 +367,8 @@ def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: P
 @pytest.fixture
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of two tasks. In the index of lm-eval's names, these tasks form the group `both`, and the group `outer`
-    contains `both`. The group `few` contains the first task with one example before each question."""
+    contains `both`. The group `few` contains the first task with one example before each question, and `changed` sets
+    this for `all`, whose groups `left` and `right` contain a task each."""
     from lm_eval.tasks import TaskManager
 
     names = ["one", "a_task_with_a_rather_long_name_of_its_own"]
@@ -368,7 +377,11 @@ def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     scored = {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]}
     few = [{"task": "one", "num_fewshot": 1}]
     both = ["one", {"task": names[1], "task_alias": "two"}]
-    for group, members, more in (("both", both, scored), ("outer", ["both"], {}), ("few", few, {})):
+    groups: dict[str, list[Any]] = {"both": both, "outer": ["both"], "few": few}
+    groups |= {"left": [names[0]], "right": [names[1]], "all": ["left", "right"]}
+    groups |= {"changed": [{"task": "all", "num_fewshot": 1}]}
+    for group, members in groups.items():
+        more = scored if group == "both" else {}
         (tmp_path / f"{group}.yaml").write_text(json.dumps({"group": group, "task": members, **more}))
     index = TaskManager(include_path=str(tmp_path), include_defaults=False)
     benchmarks.quieten()  # as the real task_manager does, so that this test also passes alone

@@ -110,7 +110,10 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
                 loaded = task_manager(with_index=not is_file).load([name])
             except Exception as error:  # from lm_eval, datasets, huggingface_hub, jinja2, yaml or the task's functions
                 raise UserError(f'task "{name}": {_diagnosis(error)}') from None
-            for key, task in loaded["tasks"].items():
+            # A group that changes a group in it, as `openllm` does, gives all tasks of that group one name.
+            in_groups = [task for group in loaded["groups"].values() for task in group.get_all_tasks()]
+            for task in in_groups or loaded["tasks"].values():
+                key = task.task_name
                 if getattr(task, "UNSAFE_CODE", False):  # lm-eval itself refuses such tasks only later, in its evaluate
                     fault = "its scoring runs programs that a model wrote, which is not allowed here; leave it out"
                     raise UserError(f'task "{key}": {fault}')
