@@ -136,13 +136,8 @@ class RunsTable:
     def of(cls, records: Sequence[RunRecord]) -> RunsTable:
         """Build the table with rows in the order of `records`."""
         found = [(quantity, _quantity_columns(quantity, records)) for quantity in quantities(records)]
-        numbers = [column for _, those in found for column in those]
-        taken = {column.key for column in numbers}  # the setting "epochs" and the number of epochs have the same key
-        settings = [
-            replace(each, key=f"setting_{each.key}") if each.key in taken else each
-            for each in _setting_columns(records)
-        ]
-        columns = [*_state_column(records), *settings, *numbers]
+        columns = [*_state_column(records), *_setting_columns(records)]
+        columns += [column for _, those in found for column in those]
         return cls(tuple(records), tuple(columns), tuple(quantity.title for quantity, those in found if not those))
 
     def sorted(self, key: str | None) -> RunsTable:
@@ -238,7 +233,8 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
             for row, text in zip(rows, texts, strict=True):
                 is_reported = key == "machine" and machine_of(records[row]) is None
                 cells[row] = Cell(settings[row][key], text, "", is_reported)
-            columns.append(Column(key, key, "", tuple(cells), is_setting=True))
+            own = "setting_epochs" if key == "epochs" else key  # "epochs" is the key of a quantity
+            columns.append(Column(own, key, "", tuple(cells), is_setting=True))
     return columns
 
 
