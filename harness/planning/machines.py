@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -61,23 +62,25 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
 
     `given` is train.json's price_per_hour, or None. The first of these prices that exists is returned:
 
-    1. `given`, if no machine of the price list has this price, or if `device` is None;
+    1. `given`, if no machine of the price list has this price;
     2. the price of a listed machine with `gpus` GPUs of the kind `device`;
-    3. `given`, if the listed machine with this price has GPUs of the kind `device`, but another number of them.
+    3. `given` for each machine that `gpus` GPUs need, if the listed machine with this price has GPUs of the kind
+       `device`, or if `device` is None.
     """
     machines = read_machines()
     priced = next((each for each in machines if each.price_per_hour == given), None)
-    if given is not None and (priced is None or device is None):
-        source = f"the price of {priced.machine} on {priced.date}" if priced else "from train.json"
-        return given, f"${given}/h, {source}"
+    if given is not None and priced is None:
+        return given, f"${given}/h, from train.json"
     alike = [each for each in machines if device is not None and find_device(each.device) == device]
     for each in alike:
         if each.gpus == gpus:
             return each.price_per_hour, f"${each.price_per_hour}/h, the price of {each.machine} on {each.date}"
-    if priced is None or device is None:
+    if priced is None:
         return None, "no price_per_hour in train.json"
-    if priced in alike:  # the GPUs of that machine, but another number of them
-        return given, f"${given}/h, the price of {priced.machine} on {priced.date}"
+    if device is None or priced in alike:  # the GPUs of that machine, but perhaps another number of them
+        count = math.ceil(gpus / priced.gpus)
+        price, name = count * priced.price_per_hour, f"{count} x {priced.machine}" if count > 1 else priced.machine
+        return price, f"${price:g}/h, the price of {name} on {priced.date}"
     return None, (
         f"train.json's ${given}/h is the price of {priced.machine}, not of {gpus} x {device.name}; "
         "set price_per_hour to the price of these GPUs"

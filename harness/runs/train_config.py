@@ -234,7 +234,7 @@ class TrainConfig(RunFile):
     stop_if_diverged: Annotated[bool, Affects.NOTHING] = True
     """End a run whose training loss has long been far above its own lowest level."""
     price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(default=None, ge=0, le=LARGEST_PRICE)
-    """US dollars per hour for the whole machine."""
+    """US dollars per hour for the whole machine, or for all machines together."""
     max_hours: Annotated[float | None, Affects.NOTHING] = Field(default=None, gt=0, le=1e6)
     """The run stops, with a checkpoint, once it has taken this many hours."""
     max_dollars: Annotated[float | None, Affects.NOTHING] = Field(default=None, gt=0, le=LARGEST_PRICE)

@@ -254,6 +254,13 @@ def test_a_ceiling_counts_at_the_price_of_the_planned_machine(tmp_path: Path) ->
     )
 
 
+def test_more_gpus_than_a_machine_has_cost_as_much_as_several_machines(tmp_path: Path) -> None:
+    where = shipped(tmp_path, "8xh100m80", max_dollars=20.0)
+    found = rows(where, "8xh100m80", ranks=16, assume_tps=500_000)
+    assert "at $47.84/h, the price of 2 x 8x H100 80 GiB" in found["cost"]
+    assert "at $23.92/h, 0.42 h at $47.84/h (correct price_per_hour)" in found["ceiling"]
+
+
 # Estimated speeds. Tokens per second of eight GPUs, as --plan rounds them; the notebook measured 234,480 to 778,107.
 ESTIMATED = {
     "8xa100m40": ("A100 40GB", 1_270_000),
