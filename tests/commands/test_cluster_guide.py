@@ -93,10 +93,12 @@ def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: 
             job) echo "   PreemptEligibleTime=2026-11-29T01:00:00 PreemptTime={preempted}";;
             *) echo "scontrol $*" >> "$NOTES";; esac""",
         scancel='echo "scancel $*" >> "$NOTES"; pkill -TERM -P "$(cat "$NOTES.srun")"',
-        srun='echo $$ > "$NOTES.srun"; echo "from $MAIN_NODE" >> "$NOTES"; sleep "$SECONDS_TO_TRAIN"; exit 1',
+        srun='echo $$ > "$NOTES.srun"; echo "from $MAIN_NODE, $SRUN_CPUS_PER_TASK cores" >> "$NOTES"\n'
+        'sleep "$SECONDS_TO_TRAIN"; exit 1',
         uv="true",
     )
     environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SECONDS_TO_TRAIN": "100" if time_is_up else "0"}
+    environment["SLURM_CPUS_PER_TASK"] = "32"
     script = tmp_path / "train.sbatch"
     script.write_text(slurm_script())
     process = subprocess.Popen(["bash", str(script)], env=environment, cwd=tmp_path)
@@ -109,7 +111,7 @@ def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: 
     process.wait(timeout=60)
     asked = ["scancel --signal=TERM 7"] if time_is_up else []
     asked += ["scontrol requeue 7"] if time_is_up or preempted != "None" else []
-    assert notes.read_text().splitlines() == ["from first", *asked]
+    assert notes.read_text().splitlines() == ["from first, 32 cores", *asked]
     assert process.returncode != 0
 
 
