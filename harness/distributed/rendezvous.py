@@ -97,7 +97,8 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
         finally:
             timer.cancel()
         # Nothing else ends a rank that NCCL cannot connect, because the watchdog needs the group that is made here.
-        late = threading.Timer(timeout_seconds + STARTING_SECONDS, _give_up_connecting, (here.local_rank,))
+        given = (here.local_rank, has_other_launchers)
+        late = threading.Timer(timeout_seconds + STARTING_SECONDS, _give_up_connecting, given)
         late.daemon = True
         late.start()
         try:
@@ -116,10 +117,14 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
         return control, PrefixStore(restart_id, TCPStore(address, port, is_master=False, wait_for_workers=False))
 
 
-def _give_up_connecting(local_rank: int) -> None:
-    """End this process because the ranks have not connected to each other. One rank of each machine prints this."""
+def _give_up_connecting(local_rank: int, has_other_launchers: bool) -> None:
+    """End this process because the ranks have not connected to each other. One rank of each machine prints this. With
+    several machines, torchrun must not start the ranks again, to wait as long again."""
+    if has_other_launchers:
+        end_for_good(RunError.exit_status)
     if local_rank == 0:
-        tell_soon(f"the ranks met, but have not connected; NCCL_DEBUG=INFO shows why on GPUs; {EXIT.again} to continue")
+        text = "the ranks met, but have not connected; look for an error message of another machine (on GPUs, "
+        tell_soon(f"{text}NCCL_DEBUG=INFO shows why); {EXIT.again} to continue")
     else:
         time.sleep(TELLING_SECONDS)
     os._exit(1)
