@@ -17,11 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from harness.common.files import sha256
 
 # Largest number of logits in a chunk (see `chunk_rows`): enough for efficient matrix products, and small in memory
 # compared to everything else.
@@ -34,6 +37,9 @@ FP16_ROWS = 2**14
 # code, the head's weight is padded to such a multiple.
 TILE = 128
 INPUTS = 7  # number of inputs of the custom operation
+# Name of the custom operation, with a hash of this file. torch's cache of compiled code knows an operation by its name
+# alone, so that after a change of `_backward` it would return code with the old one (pytorch issue 144344).
+OPERATION = f"linear_cross_entropy_{sha256(Path(__file__))[:16]}"
 # Number of logits on which `eager_kernel` works at once. On a CPU it is per thread, and small enough for the caches; on
 # a GPU it is large enough to keep the device busy.
 SLICE_LOGITS = {"cpu": 2**20, "cuda": 2**25}
@@ -99,7 +105,7 @@ def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = tor
     return max(1, -(-rows // (chunks * tile)) * tile)
 
 
-@torch.library.custom_op("ddp_pretrain::linear_cross_entropy", mutates_args=())
+@torch.library.custom_op(f"ddp_pretrain::{OPERATION}", mutates_args=())
 def _loss_and_gradients(
     features_NxC: Tensor,
     weight_VxC: Tensor,

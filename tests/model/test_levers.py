@@ -20,7 +20,7 @@ from harness.data.loader import Microbatch
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import window_losses
 from harness.model import cross_entropy
-from harness.model.cross_entropy import CHUNK_LOGITS, fused_kernel
+from harness.model.cross_entropy import CHUNK_LOGITS, OPERATION, fused_kernel
 from harness.model.inference import NO_TOKEN, KeyValueCache
 from harness.model.precision import Precision
 from tests.model.test_model import block_of, random_model, random_tokens, shape
@@ -217,7 +217,7 @@ def test_counts_are_the_real_ones(changes: dict[str, Any]) -> None:
         model = GPTModel(config)
         assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
     head = {
-        torch.ops.ddp_pretrain.linear_cross_entropy: lambda features, weight, *_, **__: 2 * features[0] * weight.numel()
+        getattr(torch.ops.ddp_pretrain, OPERATION): lambda features, weight, *_, **__: 2 * features[0] * weight.numel()
     }
     tokens = random_tokens(config, batch=1)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=head) as counter:

@@ -274,6 +274,34 @@ def test_autocast_is_seen_by_a_compiled_loss(compiled_kernels: None) -> None:
         assert relative_error(one, other) < 2e-3
 
 
+VERSIONS = """
+import importlib, json, sys, torch
+from pathlib import Path
+from torch._inductor.utils import fresh_cache
+
+folder = Path(sys.argv[0]).parent
+sys.path.insert(0, str(folder))
+source = Path("harness/model/cross_entropy.py").read_text()
+features, targets, found = torch.ones(8, 4), torch.arange(8), []
+with fresh_cache():
+    for factor in (2, 6):
+        changed = source.replace("scale = grad_loss", f"scale = {factor} * grad_loss")
+        (folder / f"version_{factor}.py").write_text(changed)
+        version = importlib.import_module(f"version_{factor}")
+        weight = torch.ones(16, 4, requires_grad=True)
+        torch.compile(version.linear_cross_entropy)(features, weight, targets).backward()
+        found.append(weight.grad.norm().item())
+        torch.compiler.reset()
+print(json.dumps(found[1] / found[0]))
+"""
+
+
+@pytest.mark.slow
+def test_a_changed_backward_pass_is_compiled_anew() -> None:
+    """torch's cache of compiled code is on the disk, and outlives an update of the program."""
+    assert printed_by(VERSIONS) == pytest.approx(3)
+
+
 def test_there_are_no_second_derivatives() -> None:
     features, weight, targets = inputs(6, 4, 9)
     first = torch.autograd.grad(linear_cross_entropy(features, weight, targets), features, create_graph=True)[0]
