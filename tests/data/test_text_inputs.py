@@ -120,7 +120,7 @@ def test_a_separator_that_is_in_no_file_is_said(preparer: Preparer) -> None:
         (preparer.path / f"{number}.txt").write_text(DOCUMENTS[number])
     done = preparer.result("[012].txt", "out", *SMALL, "--document-separator", "@@", "--validation-fraction", "0.3")
     assert done.stderr == "--document-separator divides no file: each file is one document\n"
-    assert "the loss depends on this document alone\n" in done.stdout
+    assert "the loss depends on it alone\n" in done.stdout
 
 
 def test_a_text_that_is_cut_to_one_document_is_not_said_to_lack_the_separator(preparer: Preparer) -> None:
