@@ -97,8 +97,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
         finally:
             timer.cancel()
         # Nothing else ends a rank that NCCL cannot connect, because the watchdog needs the group that is made here.
-        given = (here.local_rank, has_other_launchers)
-        late = threading.Timer(timeout_seconds + STARTING_SECONDS, _give_up_connecting, given)
+        late = threading.Timer(timeout_seconds + STARTING_SECONDS, _give_up_connecting, (here.local_rank,))
         late.daemon = True
         late.start()
         try:
@@ -117,11 +116,8 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
         return control, PrefixStore(restart_id, TCPStore(address, port, is_master=False, wait_for_workers=False))
 
 
-def _give_up_connecting(local_rank: int, has_other_launchers: bool) -> None:
-    """End this process because the ranks have not connected to each other. One rank of each machine prints this. With
-    several machines, torchrun must not start the ranks again, to wait as long again."""
-    if has_other_launchers:
-        end_for_good(RunError.exit_status)
+def _give_up_connecting(local_rank: int) -> None:
+    """End this process because the ranks have not connected to each other. One rank of each machine prints this."""
     if local_rank == 0:
         text = "the ranks met, but have not connected; look for an error message of another machine (on GPUs, "
         tell_soon(f"{text}NCCL_DEBUG=INFO shows why); {EXIT.again} to continue")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,20 +37,6 @@ def test_a_start_that_ended_while_its_ranks_met(there: range) -> None:
     with pytest.raises(RunError, match=r"rank [02] has not joined the others in time"):
         agree(store, there, timeout=0.3)
     assert len(set(agree(store))) == 1
-
-
-@pytest.mark.parametrize("has_other_launchers", [True, False])
-def test_machines_that_do_not_connect_are_not_started_again(tmp_path: Path, has_other_launchers: bool) -> None:
-    """Each start would wait for the time-out and a minute. On one machine, torchrun may try again."""
-    work = f"from harness.distributed.rendezvous import _give_up_connecting as end; end(0, {has_other_launchers})"
-    file = tmp_path / "attempt_0" / "0" / "error.json"
-    variables = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": str(file)}
-    end = subprocess.run(
-        [sys.executable, "-c", work], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
-    )
-    assert end.returncode == 1
-    assert "error: the ranks met, but have not connected; look for an error message of another machine" in end.stderr
-    assert (tmp_path / "ended-for-good").exists() == has_other_launchers
 
 
 def test_a_port_that_another_process_has_is_one_line(tmp_path: Path) -> None:
