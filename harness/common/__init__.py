@@ -1,4 +1,2 @@
-"""Base of all other packages: one-line errors and messages, options of commands, strict JSON, atomic writes of files
-and folders, locks, processes of this machine, devices and their memory, imports and versions of libraries, the Hugging
-Face Hub, and simple statistics. It imports no other package of this program.
-"""
+"""Base of all other packages: errors, messages, options, strict JSON, atomic writes, locks, processes, devices,
+libraries, the Hugging Face Hub, and statistics. It imports no other package of this program."""

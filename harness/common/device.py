@@ -33,10 +33,8 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
     """Return the device for rank `local_rank` of the `local_size` ranks on this machine: CUDA device `local_rank`, or
     the CPU if torch finds no GPU. Makes the CUDA device torch's current device.
 
-    Raises UserError if there are fewer CUDA devices than ranks, or if another process holds this rank's device
-    exclusively or has filled its memory. Also raises UserError if the machine has GPUs that torch cannot use, because
-    nobody wants to pay for GPUs and train on the CPU. It is not an error if the user has hidden the GPUs with
-    CUDA_VISIBLE_DEVICES, or has installed a build of torch without CUDA.
+    Raises UserError if this rank cannot have a CUDA device of its own, or if torch fails to use the machine's GPUs,
+    because nobody wants to pay for GPUs and train on the CPU.
     """
     if not torch.cuda.is_available():
         found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
@@ -84,6 +82,5 @@ def idle_gpus(device: torch.device, local_size: int) -> str | None:
 
 
 def processes_option(count: int) -> str:
-    """Return the option that starts `count` processes: torchrun's if torchrun started this process, and otherwise
-    --processes."""
+    """Return the option that starts `count` processes: torchrun's under torchrun, otherwise --processes."""
     return f"--nproc_per_node={count}" if started_by_torchrun() else f"--processes {count}"

@@ -1,10 +1,8 @@
 """Exceptions whose messages the user sees, and the exit of this process with one line instead of a traceback. Also
 handles signals that ask the process to stop, and output that nobody reads any more.
 
-Four parts of the program can end the process because of a fault: the main thread after an error (`one_line_errors`),
-the watchdog after it has found a faulty rank (distributed/watchdog.py), the thread that waits for the end of the
-launcher, such as torchrun (common/processes.py), and a timer while the ranks connect (distributed/rendezvous.py). The
-first three share their state in `EXIT`, so that only one of them prints the reason.
+The main thread (`one_line_errors`), the watchdog, and the thread that waits for the end of the launcher can each end
+the process because of a fault. They share `EXIT`, so that only one of them prints the reason.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ class RunError(Exception):
 
 
 class PeerError(RunError):
-    """Failure of another rank, which prints the reason. This rank prints its own message only if its launcher has not
-    ended it after SPEAKER_PATIENCE_SECONDS."""
+    """Failure of another rank, which prints the reason."""
 
 
 # Reasons to stop a run other than signals. Their numbers are above those of all signals. STATUSES: their exit statuses.
@@ -78,8 +75,7 @@ def os_errors_as(kind: type[UserError | RunError], place: str, after: str = "") 
 
 class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
     """Orderly end of a run after a signal, or for a reason in STATUSES. The message for the user has already been
-    printed, or the launcher prints it (`run_ranks`, torchrun). The exit status after a signal is 128 + its number, as
-    in shells."""
+    printed, or the launcher prints it."""
 
     def __init__(self, reason: int, interrupted_evaluation: str | None = None) -> None:
         """Store the reason, which is the signal's number or a key of STATUSES. `interrupted_evaluation` is "validation"
@@ -92,8 +88,7 @@ class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
 
 @dataclass
 class Exit:
-    """State of this process's exit, shared by its threads so that the reason is printed once. A field that has been set
-    is never reset."""
+    """State of this process's exit, shared by its threads so that the reason is printed once."""
 
     again: str = AGAIN  # the remedy in messages; `tell_how_to_continue` changes it
     has_own_reason: bool = False  # the main thread is ending the process and prints the reason itself
@@ -110,9 +105,8 @@ EXIT = Exit()
 
 
 def tell_how_to_continue(undoing: str | None) -> None:
-    """Set `EXIT.again`, the remedy in this process's messages: run the same command again, without the options
-    `undoing` if they have taken effect. `undoing` names the options in the command that undo earlier work, such as
-    "--restart", or is None if it has none."""
+    """Set `EXIT.again`, the remedy in this process's messages. `undoing` names the options in the command that undo
+    earlier work, such as "--restart", or is None if it has none."""
     EXIT.again = f"{AGAIN} (without {undoing} if that has taken effect)" if undoing else AGAIN
 
 
@@ -122,20 +116,16 @@ def one_line_errors() -> Iterator[None]:
 
         end of the body           on standard error                                           exit status
         normal                    nothing                                                     0
-        UserError                 its message, once per machine (see `_exit_because_of`)      2, or 128 + signal
+        UserError                 its message, once per machine                               2, or 128 + signal
         RunError                  its message                                                 1
         PeerError                 its message, unless another rank's comes first              1, or 128 + signal
         RunStopped                nothing, because the body or the launcher prints a message  its own
         BrokenPipeError           nothing                                                     128 + SIGPIPE
         OSError                   the file and the system's reason                            1
-        KeyboardInterrupt         the signal's name and how to continue, once per machine      128 + signal
+        KeyboardInterrupt         the signal's name and how to continue, once per machine     128 + signal
         any other, in a rank      the traceback, because it is a bug                          1
 
-    If standard output or standard error was closed before Python started (sys.stdout or sys.stderr is None), it is
-    replaced by /dev/null.
-
-    SystemExit is not caught. Exceptions of the last row are caught only in a process that a launcher started. If there
-    are several ranks, this process exits here even after a normal end of the body.
+    If there are several ranks, this process exits here even after a normal end of the body.
     """
     # A process without other ranks prints its error whatever LOCAL_RANK says, since no other rank would.
     is_first = launcher_number("LOCAL_WORLD_SIZE", 1) < 2 or launcher_number("LOCAL_RANK", 0) == 0
@@ -179,13 +169,11 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
-    """Print the message of `end` and exit with its status. Prints nothing for RunStopped, or if another thread has
-    printed why this process ends.
+    """Print the message of `end`, unless it is RunStopped, and exit with its status.
 
-    If `end` is a PeerError, another rank prints the reason. A wrong file makes all ranks of a machine raise the same
-    UserError, which the machine's first rank prints (`is_first`). A rank that leaves the message to another rank waits
-    until its launcher ends it. If it is still alive after SPEAKER_PATIENCE_SECONDS, it prints its own message. If a
-    signal has already asked it to stop, it does not wait and exits as for RunStopped.
+    Another rank prints the reason for a PeerError. A wrong file makes all ranks of a machine raise the same UserError,
+    which the first prints (`is_first`). A rank that leaves the message to another prints its own only if its launcher
+    has not ended it after SPEAKER_PATIENCE_SECONDS.
     """
     if isinstance(end, PeerError):
         EXIT.has_lost_peer = True
@@ -211,8 +199,8 @@ def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
 
 
 def launcher_number(name: str, default: int) -> int:
-    """Return the number in a launcher's environment variable, or `default` if it is unset or not a whole number of at
-    most nine digits. distributed/environment.py refuses a wrong value with an error message."""
+    """Return the number in a launcher's environment variable, or `default` if it is unset or wrong. `read_ranking`
+    refuses a wrong value."""
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
 
@@ -220,8 +208,8 @@ def launcher_number(name: str, default: int) -> int:
 def place_of(error: OSError) -> str | None:
     """Return the file that could not be read or written, or "standard output", or None if unknown.
 
-    The error of a failed write names no file. If `error` names none, this function prints an empty line to standard
-    output. If this print fails too, standard output is the cause.
+    The error of a failed write names no file. In this case, an empty line is printed to find out whether standard
+    output fails.
     """
     if error.filename is None:
         try:
@@ -247,7 +235,7 @@ def tell_soon(reason: str) -> None:
 
 def say_last(text: str) -> None:
     """Print `text`, this process's last message, on standard error, and make it the last text of torchrun's report on
-    this rank. Does not fail if standard error is closed."""
+    this rank."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
@@ -262,17 +250,16 @@ def say_last(text: str) -> None:
 
 
 def _mark_of_the_end() -> Path | None:
-    """Return the path of the file that `end_for_good` writes and `exit_if_ended` reads, or None if torchrun has not
-    started this process. The file is in the folder of torchrun's logs, of which each torchrun has its own.
-    TORCHELASTIC_ERROR_FILE is attempt_N/LOCAL_RANK/error.json in this folder."""
+    """Return the path of the file that `end_for_good` writes, in the folder of this torchrun's logs, or None without
+    torchrun. TORCHELASTIC_ERROR_FILE is attempt_N/LOCAL_RANK/error.json in this folder."""
     # TORCHELASTIC_ERROR_FILE alone is not enough, because a scheduler may set it, too.
     file = os.environ.get("TORCHELASTIC_ERROR_FILE") if "TORCHELASTIC_RUN_ID" in os.environ else None
     return Path(file).parents[2] / "ended-for-good" if file else None
 
 
 def end_for_good(status: int) -> None:
-    """Let `exit_if_ended` end the ranks that torchrun starts again on this machine. torchrun (--max-restarts) takes the
-    orderly stop of a run for a failure, because its exit status is not 0, and would start the ranks again."""
+    """Let `exit_if_ended` end the ranks that torchrun starts again on this machine. torchrun (--max-restarts) takes an
+    orderly stop for a failure, because its exit status is not 0."""
     if mark := _mark_of_the_end():
         with suppress(OSError):
             mark.write_text(str(status))
@@ -291,7 +278,7 @@ def exit_if_ended() -> None:
 @contextmanager
 def signals_to(handler: Handler, numbers: Sequence[int] = STOPPING_SIGNALS) -> Iterator[None]:
     """Let `handler` handle the signals `numbers` until the end of the body, except those that this process ignores.
-    Outside the main thread, which alone can set handlers, the body runs without this change."""
+    Changes nothing outside the main thread, which alone can set handlers."""
     is_main = threading.current_thread() is threading.main_thread()
     taken = [number for number in numbers if is_main and signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in taken}
@@ -310,8 +297,7 @@ def handle_stopping_signals(handler: Handler) -> None:
 
 
 def interrupt_on_stopping_signals() -> None:
-    """Let every signal that asks to stop, except an ignored SIGHUP, raise KeyboardInterrupt in the main thread. The
-    message that `one_line_errors` prints names the signal."""
+    """Let every signal that asks to stop, except an ignored SIGHUP, raise KeyboardInterrupt in the main thread."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         EXIT.stop_signal = number
@@ -335,7 +321,7 @@ def described(signal_number: int) -> str:
 
 
 class DetachableOutput(io.FileIO):
-    """Stream on a file descriptor, for writing. Once its reader or terminal is gone, it calls `when_gone` and drops all
+    """Stream for writing to a file descriptor. Once its reader or terminal is gone, it calls `when_gone` and drops all
     output from then on."""
 
     def __init__(self, descriptor: int, when_gone: Callable[[], None]) -> None:
@@ -358,9 +344,9 @@ class DetachableOutput(io.FileIO):
 
 
 def survive_closed_output(when_gone: Callable[[], None]) -> None:
-    """Replace standard output and standard error by streams that drop all output once they have no reader. Otherwise
-    the failure of a write would end hours of training without a checkpoint. Calls `when_gone` once for each of the two
-    streams that loses its reader."""
+    """Replace standard output and standard error by streams that drop all output once they have no reader, because a
+    failed write would end hours of training without a checkpoint. Calls `when_gone` once for each stream that loses its
+    reader."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         stream.flush()

@@ -1,9 +1,5 @@
 """Hashing, flushing, atomic writing and moving of files and folders, so that no file or folder is ever incomplete under
-its final name.
-
-`atomic_file` and `atomic_folder` write files and folders that other processes must not read half-written. Code that
-chooses a folder's name or draft in its own way calls the parts of `atomic_folder`: `draft_folder` and `rename_whole`.
-"""
+its final name."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ def sha256(path: Path) -> str:
 
 def version_of(status: os.stat_result) -> str:
     """Return a file's size and modification time (ns) as text. While this text stays the same, the file is taken to be
-    unchanged, so it need not be read."""
+    unchanged."""
     return f"{status.st_size} bytes, {status.st_mtime_ns}"
 
 
@@ -51,7 +47,7 @@ def sync(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise UserError if no file can be created in `folder`. Called before long work that writes its result there."""
+    """Raise UserError if no file can be created in `folder`."""
     if folder.is_symlink() and not folder.exists():
         target = os.readlink(folder)
         raise UserError(f"{folder}: a link to {target}, which does not exist; mount its disk, or move the link away")
@@ -76,10 +72,9 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
     """Yield the path of a hidden draft file for the body to write; then flush the file to disk and rename it to
     `final`.
 
-    If the body fails, the draft is removed and `final` is unchanged. By default, the draft is beside `final` and has
-    this process's pid in its name, so that no two processes of a host share a draft. `draft` sets another path on the
-    same file system. A file that is replaced keeps its permissions; a symbolic link is replaced itself, not its target.
-    Raises OSError if `final` is a folder, a device, a pipe or a socket.
+    If the body fails, the draft is removed and `final` is unchanged. By default, the draft is beside `final`, with this
+    process's pid in its name; `draft` sets another path on the same file system. A symbolic link is replaced itself,
+    not its target. Raises OSError if `final` is a folder or a device.
     """
     if final.exists() and not final.is_file() and not final.is_dir():  # a rename would replace a device like /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(final))
@@ -100,8 +95,7 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
 def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a hidden draft folder beside `final` for the body to fill; then flush it to disk and rename it to `final`.
 
-    If the body fails, the draft is removed. Drafts of `final` left by killed processes of this host are removed, too.
-    Raises OSError and leaves `final` unchanged if it exists and is not an empty folder.
+    If the body fails, the draft is removed. Raises OSError if `final` exists and is not an empty folder.
     """
     final = final.absolute()
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +117,7 @@ def free_draft_path(final: Path) -> Path:
 
 def draft_prefix(final: Path) -> str:
     """Return the prefix of the names of this host's drafts of the folder `final`. In each name it is followed by the
-    pid of the process that writes the draft. Other hosts, which may share the file system, have other prefixes."""
+    pid of the process that writes the draft."""
     return f".{final.name}.partial-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 
@@ -141,8 +135,7 @@ def draft_folder(draft: Path) -> Iterator[Path]:
 
 def rename_whole(draft: Path, choose_name: Callable[[], Path]) -> Path:
     """Flush all files of the folder `draft` to disk, rename the folder to the path that `choose_name()` then returns
-    (in the same parent folder), and return this path. The folder is complete under its new name, even after a power
-    failure."""
+    (in the same parent folder), and return this path."""
     for path in [*draft.rglob("*"), draft]:
         sync(path)
     final = draft.rename(choose_name())
@@ -188,8 +181,8 @@ def user_cache() -> Path:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it matches SAFE_NAME and has at most LONGEST_NAME characters. Otherwise, for example if it is
-    `..`, has a slash or begins with a dot, raises UserError with a message that begins with `what`."""
+    """Return `name` if it is a plain file name, as SAFE_NAME says, and not too long. Otherwise raises UserError with a
+    message that begins with `what`."""
     if len(name) > LONGEST_NAME:
         raise UserError(f"{what} {name[:20]!r}…: longer than {LONGEST_NAME} characters; shorten it")
     if not SAFE_NAME.fullmatch(name):
@@ -198,8 +191,8 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_inside(path: Path, folder: Path, option: str) -> None:
-    """Raise UserError if `path`, with symbolic links resolved, is not inside `folder`. The message names `option`, the
-    command's option that sets `folder`."""
+    """Raise UserError if `path`, with symbolic links resolved, is not inside `folder`. `option` is the command's option
+    that sets `folder`."""
     real = os.path.realpath(path)
     if not real.startswith(os.path.join(os.path.realpath(folder), "")):
         raise UserError(f"{path}: leads out of {folder}, to {real}; give the {option} that contains it, or move it")

@@ -1,7 +1,5 @@
 """Access to the Hugging Face Hub: list a repository's files, verify downloaded files, upload, and explain the Hub's
-errors to the user. Requests for repositories go through a `HubWork`, except for lm-eval's data and check_machine.py's
-trial download. (harness/mirror/ reads and writes buckets.)
-"""
+errors to the user."""
 
 from __future__ import annotations
 
@@ -58,9 +56,9 @@ class HubWork:
         """Call `function`, which uses huggingface_hub, and return its result. Calls it again, up to `retries` times, if
         it fails and a retry can help. Raises UserError if the last call fails.
 
-        huggingface_hub's own retries miss some failures: a connection reset while a response is read, and any failure
-        of the first request. Every Exception is caught, because huggingface_hub also raises errors of httpx, xet and
-        the operating system, which have no other common base class.
+        huggingface_hub's own retries miss a connection reset while a response is read, and any failure of the first
+        request. Every Exception is caught, because the errors of httpx, xet and the operating system have no other
+        common base class.
         """
         try:
             return function()
@@ -72,8 +70,8 @@ class HubWork:
         return self.call(function, retries=retries - 1)
 
     def _explain(self, error: BaseException) -> tuple[str, str, bool]:
-        """Return the problem, the remedy, and True if a retry can help. Examines the causes of `error` (`__cause__`),
-        too, because huggingface_hub wraps errors in others that say less."""
+        """Return the problem, the remedy, and True if a retry can help. huggingface_hub wraps errors in others that say
+        less."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, hub_errors.HfHubHTTPError):
@@ -91,8 +89,7 @@ class HubWork:
         return f"the connection to the Hugging Face Hub failed ({reason})", remedy, True
 
     def _explain_answer(self, error: hub_errors.HfHubHTTPError) -> tuple[str, str, bool]:
-        """Return the problem, the remedy, and True if a retry can help, for an HTTP error status. The Hub can answer
-        401 for a private repository and also for a repository that does not exist."""
+        """Return the problem, the remedy, and True if a retry can help, for an HTTP error status."""
         status = error.response.status_code
         problem, remedy = f"the Hugging Face Hub answered with status {status}", f"try again later; {self.again}"
         if isinstance(error, hub_errors.GatedRepoError):
@@ -109,8 +106,7 @@ class HubWork:
         return problem, f"{remedy}; or {self.by_hand}", status >= 500
 
     def explain_local(self, error: OSError) -> tuple[str, str]:
-        """Return the problem and the remedy for a local file error. For a full disk, the remedy is to free space; for
-        every other error, it is to check that the folder can be written to."""
+        """Return the problem and the remedy for a local file error."""
         where = self.folder.parent
         if error.errno in FULL_DISK:
             return f"no space left for {where}", f"free some; {self.again}"
@@ -122,8 +118,7 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
     without IGNORED_FILES.
 
     Raises UserError if the Hub cannot be read, if the repository has no other files, or if a file's path leads out of
-    the download folder. With such a path, a hostile endpoint could have any file of this machine overwritten, or
-    deleted because its hash differs.
+    the download folder. With such a path, a hostile endpoint could have any file of this machine overwritten.
     """
     info = work.call(
         lambda: huggingface_hub.HfApi().dataset_info(
@@ -145,11 +140,11 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
 
 
 def find_fault(path: Path, file: RepoSibling) -> str | None:
-    """Return a text that says how a downloaded file's hash differs from the Hub's, or that the file is missing. Returns
-    None if the hashes are equal, or if the Hub gave no hash.
+    """Return as text what is wrong with a downloaded file (missing, or another hash than the Hub's), or None if no
+    fault is found.
 
-    The hash is SHA-256 for an LFS file. For other files it is the SHA-1 of the git blob, which also covers the object's
-    type and length (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects).
+    The hash is SHA-256 for an LFS file, and the SHA-1 of the git blob for others
+    (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects).
     """
     if not path.is_file():
         return "expected a file, found none"
@@ -172,11 +167,11 @@ def upload(
     work: HubWork, files: dict[str, Path | bytes], message: str, *, public: bool, is_replaced: Callable[[str], bool]
 ) -> str:
     """Upload `files` (path in the repository -> local file or contents) as one commit to the repository that `work`
-    names, and return the repository's URL. Creates the repository if it does not exist.
+    names, and return the repository's URL. Creates the repository if it does not exist; the visibility of an existing
+    one is unchanged.
 
-    The visibility of an existing repository, private or public, is unchanged. Contents that the Hub already has are not
-    sent again. A file in the repository that is not in `files` is deleted if `is_replaced(path)` is true; the
-    repository's history keeps it. Raises UserError if a request to the Hub fails.
+    A file in the repository that is not in `files` is deleted if `is_replaced(path)` is true. Raises UserError if a
+    request to the Hub fails.
     """
     hide_bars_from_files()
     api, name, kind = huggingface_hub.HfApi(), work.name, work.kind

@@ -1,6 +1,5 @@
-"""Strict reading of JSON files: no repeated or unknown keys, no NaN, and errors that name the file and, if possible,
-the line or the key that is wrong.
-"""
+"""Strict reading of JSON files: no repeated or unknown keys, no NaN, and errors that name the file and the place in
+it."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class RunFile(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_schema(cls, raw: Any) -> Any:
-        """Return the object without the key "$schema", which only tells editors where the file's schema is. Raises
-        ValueError if the key's value is not a string."""
+        """Return the object without the key "$schema", which only tells editors where the file's schema is."""
         if not isinstance(raw, dict) or SCHEMA_KEY not in raw:
             return raw
         if not isinstance(raw[SCHEMA_KEY], str):
@@ -57,7 +55,7 @@ class RunFile(BaseModel):
 
 def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
     """Validate `raw`, the object in the file `path`, and return it as an instance of `kind`. Raises UserError with the
-    faults in one line (at most SHOWN_FAULTS of them), and with the nearest known key for a misspelled top-level key."""
+    faults in one line."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -68,9 +66,8 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
 
 def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place: str) -> None:
     """Raise UserError if `raw`, which the file `path` records under the key `place`, has a value that `kind` does not
-    allow for its key. Because another version may have written `raw`, these are accepted: missing and unknown keys,
-    null, any value of a key that allows certain words (a Literal), and values that only our own validators refuse, for
-    example because they contradict each other."""
+    allow for its key. Another version may have written `raw`, so these are accepted: missing and unknown keys, null,
+    other words for a Literal, and values that only our own validators refuse."""
     known = {key: raw[key] for key in kind.model_fields if raw.get(key) is not None}
     try:
         kind.model_validate(known)
@@ -84,8 +81,7 @@ def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place
 
 
 def _refusal(found: Sequence[Any], kind: type[BaseModel], path: Path) -> UserError:
-    """Return the error that lists pydantic's faults `found` of the file `path`: at most SHOWN_FAULTS, and the number of
-    the others."""
+    """Return the error that lists pydantic's faults `found` of the file `path`."""
     faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
     if len(found) > SHOWN_FAULTS:
         faults.append(f"and {len(found) - SHOWN_FAULTS:,} more")
@@ -93,8 +89,7 @@ def _refusal(found: Sequence[Any], kind: type[BaseModel], path: Path) -> UserErr
 
 
 def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
-    """Return the error text for an unknown key. If possible, it names the file that the key belongs in, the known key
-    that the user probably meant, or what to do instead."""
+    """Return the error text for an unknown key."""
     for other in RunFile.__subclasses__():
         if other is not kind and (key in other.model_fields or key in other.other_keys):
             return f"belongs in {other.model_config.get('title')}"
@@ -107,8 +102,7 @@ def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
-    """Return the text of one of pydantic's faults: the key, the reason and in some cases the value, but never a secret
-    one. For a fault that our own validator found, return that validator's message."""
+    """Return the text of one of pydantic's faults, without the value if that is secret."""
     # Pydantic's location of a fault also contains the types that it tried for a union. These are not keys of the file.
     parts = [str(part) for part in fault["loc"]]
     key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and "[" not in part))
@@ -129,8 +123,7 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, read by `read_json`. Raises UserError also if the file holds a value that is
-    not an object."""
+    """Return the object in a JSON file, read by `read_json`. Raises UserError also if the file holds another value."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold one JSON object, {{ ... }}, not {quoted(value)}")
@@ -138,11 +131,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file strictly: no repeated keys, no NaN or Infinity.
-
-    Raises UserError naming the file and, where it is known, the line. A pipe or device is refused, because reading it
-    could wait or go on forever. Only a pipe in /dev, like a shell's <(command), is accepted.
-    """
+    """Return the value in a JSON file, read strictly: no repeated keys, no NaN or Infinity. Raises UserError if the
+    file cannot be read or is wrong. Of pipes and devices, only a pipe in /dev, like a shell's <(command), is
+    accepted."""
     try:
         if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):
             refuse_special(path)
@@ -163,8 +154,7 @@ def read_json(path: Path) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """Parse JSON text. Raises ValueError for repeated keys, keys with half of a surrogate pair, NaN, Infinity and
-    integers with too many digits. Raises json.JSONDecodeError, a subclass of ValueError, for text that is not JSON, and
+    """Parse JSON text. Raises ValueError for text that is not JSON, and for repeated keys, NaN and Infinity. Raises
     RecursionError for text that is nested too deeply. A number that is too large for a float, such as 1e999, becomes
     infinite."""
 
@@ -209,12 +199,10 @@ class DescribedJsonSchema(GenerateJsonSchema):
 
 
 def json_schema(kind: type[RunFile]) -> dict[str, Any]:
-    """Return the JSON Schema of a config class for editors. The schema also has the class's `other_keys`, which its
-    loader accepts besides the names of its fields."""
+    """Return the JSON Schema of a config class for editors."""
     schema = kind.model_json_schema(schema_generator=DescribedJsonSchema)
     place = {"type": "string", "description": "Where an editor finds this schema; no effect on the run."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
-    # The loader checks that each replaceable field, or a key that replaces it, is given. The schema does not require
-    # either of them.
+    # The loader checks that each replaceable field, or a key that replaces it, is given.
     schema["required"] = [key for key in schema["required"] if key not in kind.replaceable_keys]
     return schema

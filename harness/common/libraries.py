@@ -29,8 +29,7 @@ MOST_COMPILERS = 32  # most processes that compile kernels for a rank; torch's o
 def configure_libraries() -> None:
     """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS, unless the user has set them.
 
-    Each rank gets an equal share of the usable cores, because all ranks of this machine compile at the same time. It
-    compiles kernels in one process per core of its share, but in at most MOST_COMPILERS processes.
+    Each rank gets an equal share of the usable cores, because all ranks of this machine compile at the same time.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -39,13 +38,13 @@ def configure_libraries() -> None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on, or of all cores if the system does not report it."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def load(*modules: str) -> None:
-    """Import large libraries by their names, with garbage collection paused. Importing torch creates a million objects,
-    none of them garbage. Without collection, the import takes a sixth less processor time."""
+    """Import large libraries by their names, with garbage collection paused. Importing torch then takes a sixth less
+    processor time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

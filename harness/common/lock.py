@@ -1,9 +1,7 @@
-"""Locks on folders. A process that has taken a lock holds it until it calls `release` or ends. At its end the system
-frees the lock, even if the process was killed.
+"""Locks on folders. A process that has taken a lock holds it until it calls `release` or ends, however it ends.
 
-flock(2) decides who has the lock. The lock file also records the owner. The record is used in error messages, on file
-systems without locks, and to recognize a restarted worker. (The package filelock would replace only one call here, and
-its older versions empty the file.)
+flock(2) decides who has the lock. The lock file also records the owner, for error messages, for file systems without
+locks, and to recognize a restarted worker. (The package filelock would replace only one call here.)
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ _held: dict[Path, int] = {}  # lock file -> its descriptor, for each lock that t
 
 @dataclass
 class RunLock:
-    """Lock that this process holds on a folder until it ends or calls `release`. `path` is the lock file in the
-    folder."""
+    """Lock that this process holds on a folder. `path` is the lock file in the folder."""
 
     path: Path
     descriptor: int
@@ -63,9 +60,8 @@ class RunLock:
         """Lock the folder that contains the lock file `path`. `use` completes the message "is being ... by another
         process": "trained" for a run, "made" for a dataset.
 
-        If the lock's owner has lost its launcher, the owner ends soon, so this function waits for it up to
-        LEAVING_SECONDS. Raises UserError if another process holds the lock or, on a file system without locks, may hold
-        it. The message names the owner if it is known. Raises RunError if the file cannot be written.
+        Waits up to LEAVING_SECONDS for an owner whose launcher has ended. Raises UserError if another process holds the
+        lock, and RunError if the file cannot be written.
         """
         with _writing(path):  # the file stays open: the system closes it, and frees the lock, when this process ends
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -110,7 +106,7 @@ class RunLock:
 
 
 def release(path: Path) -> None:
-    """Give up the lock `path` if this process holds it, so that another process can take it before this one ends."""
+    """Give up the lock `path`, if this process holds it, before this process ends."""
     if (descriptor := _held.pop(path, None)) is not None:
         os.close(descriptor)
 
@@ -129,11 +125,10 @@ def last_owner(path: Path) -> Owner | None:
 
 def is_held(path: Path) -> bool | None:
     """Return True if a living process holds the lock `path`, False if none is known to hold it, and None if its owner
-    is on another machine or in another container, whose processes this process cannot see.
+    is on another machine or in another container.
 
-    A test of the lock itself takes the lock for a moment, and another process that wants it at this moment is refused.
-    So the lock is tested only if a process with the owner's pid is alive. On a file system without locks, such a
-    process counts as the holder.
+    A test of the lock itself takes the lock for a moment, in which another process that wants it is refused. So the
+    lock is tested only if a process with the owner's pid is alive.
     """
     owner = last_owner(path)
     if owner is not None and not owner.is_here():

@@ -1,5 +1,5 @@
-"""Memory of the device: limits for the microbatch search, peak usage, and recognition of out-of-memory errors. On a
-CPU, also decides whether the C library keeps freed memory or returns it to the system."""
+"""Memory of the device: limits for the microbatch search, peak usage, recognition of out-of-memory errors, and on a CPU
+what the C library does with freed memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from harness.common.messages import GIB
 
 # Writable memory that a microbatch search on the CPU keeps free. Threads and libraries cannot work with less. It also
 # covers what a long run on several ranks needs beyond the few training steps that the search measures: growing heaps
-# and communication buffers. (The memory of a run of four steps in one process differed from the search's measurement by
-# less than 2 MiB.)
+# and communication buffers.
 HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
 # GPU memory that a microbatch search keeps free, for kernels that are loaded later and for fragmentation.
@@ -67,14 +66,11 @@ class MemoryLimit:
 
 
 def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> MemoryLimit:
-    """Return the memory limit of a microbatch search. On a GPU, the limit takes effect at once: allocations beyond it
-    fail from now on. On a CPU, `limit_cpu_memory` sets it later, in the child process that tries a microbatch size.
+    """Return the memory limit of a microbatch search. If `limit_gib` is None, the limit is the whole GPU, or on a CPU
+    what this process uses now plus 1/`local_size` of the free memory.
 
-    On CUDA, the caching allocator may use `limit_gib` (at most the whole GPU) minus CUDA_RESERVE_BYTES and minus the
-    memory that is now in use outside the allocator (CUDA itself, communication buffers, other processes). On a CPU, a
-    process's writable memory may reach `limit_gib` (at most the hard limit of RLIMIT_DATA) minus HEADROOM_BYTES. If
-    `limit_gib` is None, the limit is the whole GPU, or on a CPU what this process uses now plus 1/`local_size` of the
-    free memory. Raises UserError on a CPU if the operating system is not Linux.
+    On a GPU, allocations beyond the limit fail from now on. On a CPU, `limit_cpu_memory` sets it later, in the child
+    process that tries a microbatch size. Raises UserError on a CPU if the operating system is not Linux.
     """
     if device.type == "cuda":
         total = float(torch.cuda.mem_get_info(device)[1])
@@ -102,8 +98,7 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
 
 def limit_cpu_memory(limit: MemoryLimit) -> None:
     """Make allocations of writable memory beyond the limit fail in this process from now on (RLIMIT_DATA). Raises
-    MemoryError if the process has more already, because the limit only refuses new memory and takes none away. Also
-    calls `give_back_under_a_limit`."""
+    MemoryError if the process has more already."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     usable = max(int(limit.usable_bytes), resource.getpagesize())  # Linux treats a limit of 0 as no limit
     if usable < _status_bytes("VmData"):
@@ -113,7 +108,7 @@ def limit_cpu_memory(limit: MemoryLimit) -> None:
 
 
 def _outside_allocator(device: torch.device) -> int:
-    """Return the bytes of a CUDA device that this and other processes use outside this process's torch allocator."""
+    """Return the bytes of a CUDA device that are used outside this process's torch allocator."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device))
 
@@ -129,8 +124,8 @@ def taken_by_others(device: torch.device) -> str | None:
 
 
 def free_memory() -> int:
-    """Return how many bytes of memory are still free on this machine or, if that is less, in this process's container
-    or batch job (known only with cgroup v2). On macOS, return the size of the machine's memory."""
+    """Return the bytes of memory that are free on this machine or, if that is less, in this process's container or
+    batch job (known only with cgroup v2)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except FileNotFoundError:  # macOS reports its total memory, but not how much is free
@@ -143,8 +138,7 @@ def free_memory() -> int:
 
 
 def _free_in_cgroup(group: Path) -> int:
-    """Return how many bytes of memory the processes in a control group may still take: LARGEST_LIMIT if no limit is
-    known."""
+    """Return the bytes of memory that a control group may still take: LARGEST_LIMIT if no limit is known."""
     try:
         left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -158,8 +152,8 @@ def peak_of_limited_memory(device: torch.device) -> int:
     """Return the peak, in bytes, of the memory that a MemoryLimit limits: on CUDA the memory reserved by the allocator
     since its statistics were reset, on the CPU this process's writable memory since its start.
 
-    Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. This function assumes
-    that the two always differ by the same amount, and subtracts the present difference from VmPeak.
+    Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. The two are assumed to
+    differ always by the same amount.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
@@ -175,8 +169,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def release_memory(device: torch.device) -> None:
-    """Free all memory that is no longer referenced, so that none of it counts when the next microbatch size is
-    tried."""
+    """Free all memory that is no longer referenced."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -192,13 +185,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Return True if the text contains a message of a library or the system about a failed allocation."""
+    """Return True if the text contains a message about a failed allocation."""
     return OUT_OF_MEMORY.search(text) is not None
 
 
 def _status_bytes(field: str) -> int:
-    """Return, in bytes, the value of a field that /proc/self/status gives in KiB. Raises RuntimeError if the field is
-    missing."""
+    """Return, in bytes, the value of a field that /proc/self/status gives in KiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -225,11 +217,9 @@ AMPLE = 2
 
 def give_back_under_a_limit() -> None:
     """Make the C library return each large block to the system as soon as it is freed, if this process's writable
-    memory is limited (`ulimit -d`). Each large block then has its own mapping. For small blocks, the heap allocates
-    CUSHION_BYTES now and keeps them.
+    memory is limited (`ulimit -d`).
 
-    The microbatch search runs with this setting. Training must run with it, too, or the size that the search found may
-    not fit.
+    The microbatch search and training must both run with this setting, or the size that the search found may not fit.
     """
     if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
         return
@@ -246,7 +236,7 @@ def keep_if_ample(free_bytes: int) -> None:
     at least AMPLE times the process's peak memory.
 
     That much must be free because gaps between kept blocks can raise memory use by half, and because the optimizer's
-    state may still have to be allocated. Does nothing if this process's writable memory is limited.
+    state may still have to be allocated.
     """
     is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
     if not is_limited and free_bytes >= AMPLE * peak_bytes(torch.device("cpu")):

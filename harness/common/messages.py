@@ -1,5 +1,4 @@
-"""Helpers for messages: quotations of what a user has written, checks of such text, numbers with units, and layout on a
-terminal."""
+"""Helpers for messages: quotations and checks of text, numbers with units, and layout on a terminal."""
 
 from __future__ import annotations
 
@@ -32,13 +31,12 @@ def tell(text: str) -> None:
 
 def escape_controls(text: str) -> str:
     """Return the text with control characters escaped, except for newlines and tabs. A model's text may contain any,
-    and could clear the terminal or switch it to another character set."""
+    and could clear the terminal."""
     return CONTROLS.sub(lambda found: repr(found.group())[1:-1], text)
 
 
 def quoted(value: Any) -> str:
-    """Return a value of a JSON file as JSON text. If it has more than SHOWN_CHARACTERS, the rest is replaced by
-    "..."."""
+    """Return a value of a JSON file as JSON text, cut after SHOWN_CHARACTERS."""
     try:
         text = json.dumps(value, default=str)
     except RecursionError:
@@ -47,11 +45,9 @@ def quoted(value: Any) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the name in `known` that `name` was probably meant to be, or None if there is none. A known name matches
-    if it has the same letters in another order. A known name whose similarity to `name` is at least ALIKE also matches
-    if it differs by one letter, or if it has every word of `name`, perhaps unabbreviated or spelled differently.
+    """Return the name in `known` that `name` was probably meant to be, or None if there is none.
 
-    So the key `min_lr_ratio` is not suggested for `mlp_ratio`, another program's key with another meaning.
+    Similarity alone would suggest `min_lr_ratio` for `mlp_ratio`, another program's key with another meaning.
     """
     if len(name) > SHOWN_CHARACTERS:  # too long for a typing error, and slow to compare
         return None
@@ -74,15 +70,13 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    """Return the names joined by `separator`. If there are more than `most`, only the first `most` are shown, and the
-    number of the others: "a, b and 3 more"."""
+    """Return the first `most` names joined by `separator`, and the number of the others: "a, b and 3 more"."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
 
 
 def amount_text(dollars: float) -> str:
-    """Format dollars to the cent, or below ten cents to two significant digits, so that a small amount is not shown as
-    0.00: 0.0123 -> "0.012". Amounts below SMALLEST_AMOUNT are shown as 0.00."""
+    """Format dollars to the cent, or below ten cents to two significant digits: 0.0123 -> "0.012"."""
     size = abs(dollars)
     digits = 1 - math.floor(math.log10(size)) if SMALLEST_AMOUNT <= size < math.inf else LEAST_CENTS
     return f"{dollars:,.{max(LEAST_CENTS, digits)}f}"
@@ -109,25 +103,23 @@ def counted(number: int, unit: str) -> str:
 
 
 def document_count(documents: int) -> str:
-    """Return as text how many documents end in a split: "1,234 documents", "1 document", or "a part of a document" for
-    0."""
+    """Return as text how many documents end in a split: "1,234 documents", or "a part of a document" for 0."""
     return counted(documents, "document") if documents else "a part of a document"
 
 
 def is_hub_name(text: str) -> bool:
-    """Return True if a text has the form owner/name of models and datasets on the Hugging Face Hub."""
+    """Return True if a text has the form owner/name of the Hugging Face Hub."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None
 
 
 def as_unicode(name: str) -> str:
-    """Return a file name, which can hold any bytes, as text that can be encoded. "?" replaces bytes that are not
+    """Return a file name, which can hold any bytes, as text that can be encoded, with "?" for bytes that are not
     UTF-8."""
     return name.encode(errors="replace").decode()
 
 
 def is_unicode(text: str) -> bool:
-    """Return True if the text can be encoded. A JSON string can hold a lone surrogate, which no file, terminal or
-    other program accepts."""
+    """Return True if the text can be encoded. A JSON string can hold a lone surrogate, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -136,8 +128,7 @@ def is_unicode(text: str) -> bool:
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of a table, which must have at least one row. A row has one text for each heading. A column is as
-    wide as the longest of its cells and its heading's words, and the heading is wrapped to this width. Columns whose
+    """Yield the lines of a table, which must have at least one row. A row has one text for each heading. Columns whose
     heading is in `left` are aligned to the left, others to the right."""
     columns = []
     for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
@@ -155,8 +146,8 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 
 
 def paragraph(text: str, indent: int = 2) -> list[str]:
-    """Return the text wrapped to lines of at most 80 characters, with control characters escaped. The first line keeps
-    the spaces at the beginning of `text`; the others are indented by `indent` spaces."""
+    """Return the text wrapped to lines of at most WIDTH characters, with control characters escaped. The first line
+    keeps the spaces at the beginning of `text`; the others are indented by `indent` spaces."""
     words = text.lstrip(" ")
     first, following = text[: len(text) - len(words)], " " * indent
     return textwrap.wrap(

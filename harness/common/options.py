@@ -15,7 +15,7 @@ from harness.common.errors import UserError, one_line_errors
 
 class Command(click.Command):
     """Click command that prints errors in one line, as `one_line_errors` does. click's own `main` prints four lines for
-    a wrong argument, and "Aborted!" after Ctrl-C."""
+    a wrong argument."""
 
     def main(self, *args: Any, **_: Any) -> Any:
         with one_line_errors():
@@ -39,7 +39,7 @@ class Group(Command, click.Group):
 
 
 class FiniteNumber(click.FloatRange):
-    """Type of an option: a number in a range. Infinity and NaN are refused."""
+    """Type of an option: a finite number in a range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -101,8 +101,8 @@ class TrainOptions:
     runs_dir: Path = Path("runs")
 
     def check(self, checkpoint: str | None) -> None:
-        """Raise UserError if two options, or an option and a CHECKPOINT, exclude each other, or if an option is given
-        without the option that it belongs with."""
+        """Raise UserError if two options, or an option and the CHECKPOINT, exclude each other, or if an option needs
+        another one."""
         for needed, options in BELONG_WITH.items():
             for name in options:
                 if getattr(self, name) and not getattr(self, needed):

@@ -1,6 +1,5 @@
-"""Common configuration keys of nanoGPT, Hugging Face transformers and earlier versions of this program: those with
-another name here, and those without a counterpart. Error messages about unknown keys suggest the right name, or what to
-do instead."""
+"""Configuration keys of nanoGPT, Hugging Face transformers and earlier versions of this program, and what error
+messages suggest instead of them."""
 
 from __future__ import annotations
 
@@ -67,8 +66,8 @@ WITHOUT_KEY = {
 
 
 def advice(key: str, file: str) -> str | None:
-    """Return the error message about another program's or an earlier version's `key` in `file`, with this program's
-    name for it if there is one, or None if `key` is in none of the tables above."""
+    """Return the error message about another program's or an earlier version's `key` in `file`, or None if the tables
+    above do not have the key."""
     name = key.lower().replace("-", "_")
     if name in WITHOUT_KEY:
         return WITHOUT_KEY[name]

@@ -1,12 +1,10 @@
 """Processes of this machine: names by which a process can check whether another one is alive, and the launcher of a
 rank.
 
-When a launcher (torchrun, or a command with --processes) exits normally, it ends its ranks. If it is killed (by the
-out-of-memory killer, or because its container closes), nobody ends the ranks, and nobody would see their output,
-restart them or stop them. They would keep training, while the machine costs money, or wait for hours at a rendezvous
-whose store ended with torchrun. So each rank watches its launcher itself, in a thread that the rank starts before
-anything else. (On Linux prctl's PR_SET_PDEATHSIG could send a signal, but not if the launcher has ended before that
-call. macOS has nothing like it.)
+If a launcher (torchrun, or a command with --processes) is killed, nobody ends its ranks. They would keep training,
+while the machine costs money, or wait for hours at a rendezvous whose store ended with torchrun. So each rank watches
+its launcher itself, in a thread that the rank starts before anything else. (Linux's PR_SET_PDEATHSIG sends no signal if
+the launcher has ended before that call, and macOS has nothing like it.)
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ class ProcessName:
         return (self.host, self.namespace) == (other.host, other.namespace)
 
     def is_gone(self) -> bool:
-        """Return True if the process has ended. The process must have the same host and namespace as this one, but may
-        belong to another user. A zombie (a process whose parent has not yet read its exit status) counts as ended."""
+        """Return True if the process has ended or is a zombie. The process must have the same host and namespace as
+        this one."""
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):  # OverflowError: a number that is too large for a pid
@@ -77,15 +75,14 @@ class ProcessName:
 
 def start_time(pid: int) -> str:
     """Return the start time of the process in clock ticks since the system's start, as text, or "" if the process has
-    ended or cannot be seen. The start time distinguishes the process from a later process with the same pid."""
+    ended or cannot be seen. It distinguishes the process from a later one with the same pid."""
     fields = _stat(pid)
     return "" if not fields or fields[:1] in ENDED_STATES else fields[19]
 
 
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat (proc(5)), beginning with the third field (the state), or an empty list if
-    the file cannot be read. All text up to the last parenthesis is dropped, because the name in the second field can
-    hold any characters, even parentheses."""
+    the file cannot be read. The name in the second field can hold any characters, even parentheses."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
@@ -128,15 +125,13 @@ def launcher_name() -> str:
 
 
 def has_ended(name: str) -> bool:
-    """Return True if a launcher on this machine is known to have ended. `name` is what `launcher_name` returned in a
-    rank of this launcher."""
+    """Return True if the launcher on this machine whose `launcher_name` is `name` is known to have ended."""
     pid, _, started = name.partition(" ")
     return pid.isdecimal() and started.isdecimal() and start_time(int(pid)) != started
 
 
 def exit_when_launcher_dies() -> None:
-    """Start a thread that ends this process soon after its launcher has ended. If the launcher has ended already, end
-    this process now. Does nothing without a launcher, or if there is such a thread already."""
+    """Start a thread that ends this process soon after its launcher has ended. Does nothing without a launcher."""
     global _launcher
     if _launcher or not is_launched():
         return
@@ -147,14 +142,14 @@ def exit_when_launcher_dies() -> None:
 
 
 def is_launcher_gone() -> bool:
-    """Return True once the launcher that `exit_when_launcher_dies` watches has ended. The system has then given this
-    process another parent."""
+    """Return True once the launcher that `exit_when_launcher_dies` watches has ended: this process then has another
+    parent."""
     return _launcher not in (0, os.getppid())
 
 
 def on_launcher_death(ask: Callable[[], None]) -> None:
     """Register `ask`, a function that asks this process to stop. A thread calls it once the launcher has ended. The
-    process then has ENDING_SECONDS to exit by itself. If nothing is registered, the process exits at once."""
+    process then has ENDING_SECONDS to exit by itself."""
     global _ask_to_stop
     _ask_to_stop = ask
 
@@ -186,7 +181,7 @@ def _leave(remark: str) -> None:
 def _is_orphan() -> bool:
     """Return True if the launcher had already ended when this process read the launcher's pid. A command with
     --processes passes its pid to its ranks. torchrun does not, but its store refuses connections once torchrun has
-    ended. Returns False where this cannot be known, as on machines other than the store's."""
+    ended."""
     if PARENT in os.environ:
         return os.environ[PARENT] != str(os.getppid())
     if os.environ.get("GROUP_RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -1,5 +1,4 @@
-"""Facts about the program and the machine that compute a result: versions of libraries, the commit of this program's
-sources, and the names of the GPUs (found without torch)."""
+"""Facts about the program and the machine that compute a result: versions, the commit of the sources, and the GPUs."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
 @cache
 def program_versions() -> dict[str, str]:
-    """Return versions by name: of Python, of each installed library in LIBRARIES, of NVIDIA's driver if there is one,
-    and of CUDA's runtime if torch is built for CUDA."""
+    """Return the versions of Python, the installed LIBRARIES, NVIDIA's driver and CUDA's runtime, by name."""
     import torch
 
     versions = {"python": platform.python_version()}
@@ -41,7 +39,7 @@ def program_versions() -> dict[str, str]:
 @cache
 def program_commit(root: Path = ROOT) -> str | None:
     """Return the commit of the checkout that this program runs from, with "-dirty" appended if tracked files have
-    changed since, or None if there is no checkout or no git, or if git fails or takes more than GIT_SECONDS."""
+    changed since, or None if the commit is unknown."""
     if not (root / ".git").exists():  # git would search the parent folders and find another project's commit
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -61,8 +59,8 @@ def program_commit(root: Path = ROOT) -> str | None:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of this machine's NVIDIA GPUs, or an empty list if CUDA_VISIBLE_DEVICES hides all of them or
-    there is no driver."""
+    """Return the names of this machine's NVIDIA GPUs without loading torch, or an empty list if CUDA_VISIBLE_DEVICES
+    hides all of them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
     names = []

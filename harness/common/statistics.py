@@ -27,9 +27,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Inconclusive:
-    """Reason why the data cannot answer a question: for example, too few windows for an interval, or too few points for
-    a fit. Functions return an object of this class instead of raising an error, so that other results can be shown
-    beside it. As text, it is "inconclusive, because" and the reason."""
+    """Reason why the data cannot answer a question, such as too few points for a fit. It is returned instead of raised,
+    so that other results can be shown beside it."""
 
     reason: str
 
@@ -40,7 +39,7 @@ class Inconclusive:
 def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:
     """Return the mean score of each question and model (QxM) over the repeats, from the scores (QxRxM: questions,
     repeats, models). A repeat of a question counts only if all models have a score in it. Questions without such a
-    repeat are left out of Q."""
+    repeat are left out."""
     is_there_QxR = ~np.isnan(scores_QxRxM).any(axis=2)
     whole_QxRxM = np.where(is_there_QxR[:, :, None], scores_QxRxM, np.nan)
     return np.nanmean(whole_QxRxM[is_there_QxR.any(axis=1)], axis=1)
@@ -61,10 +60,11 @@ def resampled_means(scores_QxM: np.ndarray, seed: int) -> np.ndarray:
 
 def estimate_of_mean(value: float, resampled: np.ndarray, *, count: int, bounds: tuple[float, float]) -> Estimate:
     """Return `value`, the mean of `count` values, with its 95 % interval. `resampled` has the means of the resamples.
-    The bootstrap's interval is too narrow for few values. So the distance of each end from the mean is multiplied by
-    the ratio of the quantiles of Student's t and of a normal distribution, and by sqrt(count / (count - 1)) (Hesterberg
-    2015, The American Statistician 69:371). The interval is cut at `bounds`, the smallest and the largest possible
-    mean. For a single value, and for fewer than FEW values that are equal but for rounding, it is `bounds` itself."""
+    `bounds` are the smallest and the largest possible mean.
+
+    The bootstrap's interval is too narrow for few values, so it is widened (Hesterberg 2015, The American Statistician
+    69:371). For a single value, and for fewer than FEW equal values, it is `bounds` itself.
+    """
     from scipy import special
 
     if count < 2 or (count < FEW and np.ptp(resampled) < ROUNDING):

@@ -48,7 +48,7 @@ class LastHeartbeat:
 
 @dataclass
 class Heartbeats:
-    """The last heartbeat of every rank. All times are by this process's clock."""
+    """The last heartbeat of every rank."""
 
     process: ProcessName  # this process
     contact: float  # when the store last answered
@@ -56,9 +56,7 @@ class Heartbeats:
     frozen_until: float = 0.0  # until this time, received heartbeats may be from before this process was frozen
 
     def receive(self, heartbeats: Sequence[Heartbeat], now: float) -> None:
-        """Record the heartbeats that the store holds, one of each rank, received at the time `now`. A heartbeat with
-        the same number as the rank's last one is not new and is ignored. If the least progress or the set of ranks that
-        have it has changed, no rank counts as stuck before it has sent HEARTBEATS_TO_CONFIRM more heartbeats."""
+        """Record the heartbeats that the store holds, one of each rank, received at the time `now`."""
         self.contact = now
         before = self.least_progress()
         for last, heartbeat in zip(self.last, heartbeats, strict=True):
@@ -81,17 +79,15 @@ class Heartbeats:
                 last.gone_since = now
 
     def forgive_freeze(self, now: float, grace_seconds: float) -> None:
-        """Restart the count of seconds since each rank's last heartbeat and since the store's last answer. Called after
-        this process was frozen and received nothing. For the next `grace_seconds`, no rank counts as stuck, because
-        received heartbeats may still be from before the freeze."""
+        """Restart the counts of seconds without heartbeats and without the store, after this process was frozen. For
+        the next `grace_seconds`, no rank counts as stuck."""
         self.contact = now
         self.frozen_until = now + grace_seconds
         for last in self.last:
             last.at = now
 
     def is_fault_told(self) -> bool:
-        """Return True if a rank of this machine is ending because of a fault, which that rank or another one of this
-        machine has printed. (Other machines have their own output.)"""
+        """Return True if a rank of this machine is ending because of a fault that has been printed here."""
         return any(self.last[rank].heartbeat.leaving for rank in self.neighbors())
 
     def neighbors(self) -> list[int]:
@@ -104,7 +100,7 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class Fault:
-    """Description of a fault, and the ranks that caused it. `ranks` is empty if the fault concerns all ranks alike."""
+    """Description of a fault, and the ranks that caused it (none if the fault concerns all ranks alike)."""
 
     text: str
     ranks: list[int]
@@ -112,12 +108,11 @@ class Fault:
 
 def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float, gone: float) -> Fault | None:
     """Return the fault that explains the others, or None if there is no fault. For example, a rank whose process has
-    ended is also silent, and other ranks may be stuck because they wait for it; then only the ended process is
-    reported.
+    ended is also silent, and other ranks may be stuck because they wait for it.
 
-    `stuck`, `silent` and `gone` are the seconds after which a fault is reported: `stuck` without progress inside
-    `Watchdog.guard`, `silent` without a heartbeat from a rank or an answer from the store, and `gone` after the end of
-    a rank's process, which may have printed the reason itself.
+    `stuck`, `silent` and `gone` are the seconds after which a fault is reported: without progress inside
+    `Watchdog.guard`, without a heartbeat from a rank or an answer from the store, and after the end of a rank's
+    process, which may have printed the reason itself.
     """
     last = heartbeats.last
     ended = [rank for rank, each in enumerate(last) if each.gone_since is not None and now - each.gone_since >= gone]

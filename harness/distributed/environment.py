@@ -1,9 +1,8 @@
 """Rank of this process, read from the environment, and the start of all ranks for `--processes`. Does not load torch.
 
-torchrun sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. It also sets MASTER_ADDR and MASTER_PORT, where the
-ranks meet (torch.distributed's `env://`). `run_ranks` sets all six, too. Any other launcher that sets them can be used.
-If none of the first four is set, this is the only process. If only some are set, they are refused as left over from
-another job: the run would be a different one than intended, or would wait for ranks that never come.
+torchrun and `run_ranks` set RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT, where
+the ranks meet (torch.distributed's `env://`). Any other launcher that sets them can be used. If only some of the first
+four are set, they are refused: the run would be a different one than intended, or would wait for ranks that never come.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ class Ranking(NamedTuple):
 
 def read_ranking() -> Ranking:
     """Return the ranking that the launcher's environment variables give, or that of a single process if none of COUNTS
-    is set. The variables are COUNTS and, unless WORLD_SIZE is 1, MASTER_ADDR and MASTER_PORT. Raises UserError if one
-    of them is missing, if one other than MASTER_ADDR is not a whole number, if MASTER_PORT is not in 1 .. LARGEST_PORT,
-    or if the ranks and sizes in COUNTS contradict one another."""
+    is set. Raises UserError if a variable is missing or wrong."""
     given = [name for name in COUNTS if name in os.environ]
     if not given:
         return Ranking()
@@ -83,10 +80,7 @@ def read_ranking() -> Ranking:
 
 def ranks_to_start(processes: int | None) -> int:
     """Return the number of ranks that this process must start for --processes, or 0 if it is a rank itself or the only
-    process.
-
-    Raises UserError if --processes is given to a rank that another launcher started (RANK is set).
-    """
+    process. Raises UserError if --processes is given to a rank that another launcher started."""
     if processes is None or PARENT in os.environ:
         return 0
     if "RANK" in os.environ:
@@ -96,12 +90,10 @@ def ranks_to_start(processes: int | None) -> int:
 
 def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
     """Run this process's command in `count` ranks on this machine, forward signals to them, and exit when all have
-    ended. If a signal ended a rank before the rank could print a message, print one.
+    ended, with the status of the first rank that failed.
 
     `when_started` is called with the pid of rank 0. Each rank has its own process group of the operating system, so
-    that Ctrl-C in a terminal reaches only this process. The exit status is that of the first rank that failed, or 128 +
-    the signal's number if a signal ended it, or 0 if none failed. Raises UserError if `count` is more than
-    RANKS_PER_CORE for each core.
+    that Ctrl-C in a terminal reaches only this process. Raises UserError if `count` is too large for this machine.
     """
     if count > (most := RANKS_PER_CORE * usable_cores()):
         raise UserError(f"--processes {count}: at most {most} here, {RANKS_PER_CORE} for each core; give fewer")
@@ -146,12 +138,10 @@ def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.Popen[bytes] | None:
-    """Wait for all ranks to end, and return the first rank whose exit status is not 0, or None if there is none. An
-    orderly stop counts, too: its status is 128 plus the signal.
+    """Wait for all ranks to end, and return the first rank whose exit status is not 0, or None if there is none.
 
-    Once there is such a rank, the others get SIGTERM, and SIGKILL ENDING_SECONDS later. If `asked`, the signals that
-    were forwarded to the ranks, is not empty, all ranks are ending already. Both signals then come STOPPING_SECONDS
-    later.
+    Once there is such a rank, the others get SIGTERM, and SIGKILL ENDING_SECONDS later. If signals were forwarded to
+    the ranks (`asked`), all are ending already, and both come STOPPING_SECONDS later.
     """
     first_nonzero, since, due = None, 0.0, [(0.0, signal.SIGTERM), (ENDING_SECONDS, signal.SIGKILL)]
     while True:

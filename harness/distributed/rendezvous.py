@@ -1,11 +1,10 @@
 """Rendezvous of exactly the ranks that were started together, and translation of errors on the connections between
 them.
 
-torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts. Without care,
-stale entries of an earlier start, such as addresses at which no process listens any more, would be read as current
-ones. TORCHELASTIC_RESTART_COUNT cannot distinguish the starts, because every node counts its own. So rank 0 generates a
-random id for each start. Every other rank requests this id under a random name of its own. It therefore cannot get an
-answer that was meant for another start.
+torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts. So stale
+entries of an earlier start could be read as current ones. TORCHELASTIC_RESTART_COUNT cannot distinguish the starts,
+because every node counts its own. So rank 0 generates a random id for each start, which every other rank requests under
+a random name of its own.
 """
 
 from __future__ import annotations
@@ -54,13 +53,12 @@ NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo's error if a rank could not
 
 
 def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[Any, Any]:
-    """Find the other ranks and connect to all of them. Returns when all are connected.
+    """Find the other ranks and connect to all of them. `timeout_seconds` is the watchdog's.
 
-    Initializes the default process group of torch.distributed, which all-reduces gradients on the ranks' devices. Its
-    timeout is BACKSTOP_SECONDS longer than `timeout_seconds`, the watchdog's. Returns a second process group, on the
-    CPU, whose timeout is long enough for any work of another rank, and a store with a connection of its own for the
-    watchdog. Raises RunError or PeerError if a rank does not join or cannot be reached, and RunError if another process
-    has the port. If the ranks have met but NCCL or gloo does not connect them in time, ends this process.
+    Initializes the default process group of torch.distributed, which all-reduces gradients on the ranks' devices.
+    Returns a second process group, on the CPU, whose timeout is long enough for any work of another rank, and a store
+    with a connection of its own for the watchdog. Raises RunError or PeerError if a rank does not join or cannot be
+    reached. If the ranks have met but do not connect in time, ends this process.
     """
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if here.world_size == here.local_world_size and loopback:  # one machine; the user's settings have precedence
@@ -127,11 +125,7 @@ def _give_up_connecting(local_rank: int) -> None:
 
 
 def _open_store(timeout: timedelta) -> Any:
-    """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens the store, unless torchrun has opened it.
-
-    If `run_ranks` (option --processes) started the ranks, rank 0 opens the store on a socket that it inherits from the
-    process of `run_ranks`. Raises RunError if the port is taken.
-    """
+    """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens the store, unless torchrun has opened it."""
     if STORE_DESCRIPTOR in os.environ:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket_number = int(os.environ[STORE_DESCRIPTOR])
@@ -147,12 +141,8 @@ def _open_store(timeout: timedelta) -> Any:
 
 
 def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
-    """Return an id of the current start of the job (torchrun may start the ranks several times). All `size` ranks get
-    the same id, and another start has another id. On rank 0, this function returns only when all ranks have received
-    the id.
-
-    Raises RunError naming a rank that has not joined in time.
-    """
+    """Return an id of the current start of the job. All `size` ranks get the same id, and another start has another id.
+    Raises RunError naming a rank that has not joined in time."""
     deadline = time.monotonic() + timeout_seconds
 
     def wait_a_moment(absent: int) -> None:
@@ -186,9 +176,8 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
 def connection_errors_as_peer_errors() -> Iterator[None]:
     """Context manager that translates errors of gloo and nccl in its body.
 
-    Raises PeerError if the connection to another rank is gone. This rank then leaves the message to the rank that
-    failed. Raises RunError, which this rank prints, if the body timed out or if a rank could not be reached at all,
-    because then no rank is known to have failed. Other errors are not changed.
+    Raises PeerError if the connection to another rank is gone. Raises RunError, which this rank prints, if the body
+    timed out or if a rank could not be reached at all, because then no rank is known to have failed.
     """
     try:
         yield

@@ -1,10 +1,5 @@
 """Orderly end of a run when a signal asks for it, when the launcher of its ranks has been killed, or when the run has
-reached a ceiling of time or cost.
-
-`StopRequest` holds the signal that one rank has received. The ranks exchange their reasons to stop between two steps,
-and `RunStopped` is then raised on all of them at the same place. `SharedWork` divides an evaluation among the ranks in
-such a way that a request to stop can interrupt it on all of them.
-"""
+reached a ceiling of time or cost."""
 
 from __future__ import annotations
 
@@ -55,9 +50,8 @@ class StopRequest:
         on_launcher_death(self.hang_up)
 
     def hang_up(self) -> None:
-        """Record SIGHUP as the signal that asks this process to stop. Called when the process's launcher has ended, or
-        when nobody reads its output any more. If the process ignores SIGHUP, as under nohup, do nothing unless the
-        launcher has ended."""
+        """Record SIGHUP as the signal that asks this process to stop. Called when the launcher has ended, or when
+        nobody reads the output any more, which does not matter under nohup."""
         if is_launcher_gone() or not ignores_hangup():
             self.signal = signal.SIGHUP
 
@@ -65,8 +59,7 @@ class StopRequest:
         """Yield the steps, calling `between()` before each. Collective.
 
         Raises RunStopped before the same step on all ranks if any rank has a reason to stop. The ranks exchange their
-        reasons while the previous step computes, so that no rank waits for the exchange. A reason that comes up during
-        the last step, or during the step before it if that is short, changes nothing, because the run ends anyway.
+        reasons while the previous step computes, so that no rank waits for the exchange.
         """
         wait_for_maxima, step_seconds = world.async_max(self.reason, 0), 0.0
         for step in steps:
@@ -79,8 +72,7 @@ class StopRequest:
             step_seconds = time.monotonic() - began
             # If steps are long, exchange the signals at once. The next step may take longer than the 30 seconds after
             # which torchrun kills a rank that has received a signal. `longest_seconds`, the time of an earlier step on
-            # the slowest rank, is the same on all ranks, so all make this exchange or none. After a long step the ranks
-            # have waited for one another anyway, so the exchange costs nothing.
+            # the slowest rank, is the same on all ranks, so all make this exchange or none.
             if longest_seconds >= LONG_STEP_SECONDS and step != steps[-1]:
                 self.raise_if_set(world)
         wait_for_maxima()
@@ -98,15 +90,14 @@ class StopRequest:
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """Exception that ends this rank's part of shared work early, because a rank has a reason to stop. The other ranks
-    learn of it at the latest when all ranks exchange their results (`SharedWork.gather_results`)."""
+    """Exception that ends this rank's part of shared work early, because a rank has a reason to stop."""
 
 
 @dataclass(frozen=True)
 class SharedWork:
-    """An evaluation in numbered pieces, such as the microbatches of a validation. A request to stop interrupts it. If
-    `shared` is true, rank r of N does the pieces r, r + N, r + 2 N and so on; otherwise rank 0 does all pieces. `place`
-    names the evaluation in the watchdog's messages and, if it is interrupted, in RunStopped and meta.json."""
+    """An evaluation in numbered pieces, such as the microbatches of a validation, which a request to stop interrupts.
+    If `shared` is true, rank r of N does the pieces r, r + N, r + 2 N and so on; otherwise rank 0 does all pieces.
+    `place` names the evaluation in messages and in meta.json."""
 
     world: World
     shared: bool
@@ -114,13 +105,12 @@ class SharedWork:
     place: Place
 
     def share(self, count: int, work: Callable[[Iterator[int]], list[T] | Exception]) -> list[T]:
-        """Return the results of the pieces 0 .. `count` - 1, as the same list on every rank. They are in the order of
-        the pieces, so that their sum does not depend on how the ranks divided the work. Collective.
+        """Return the results of the pieces 0 .. `count` - 1 on every rank. They are in the order of the pieces, so that
+        their sum does not depend on how the ranks divided the work. Collective.
 
         `work` is given an iterator over the numbers of this rank's pieces and returns their results, or an exception,
-        which is then raised on every rank. The iterator can raise Interrupted, which `work` must not catch. While
-        `work` runs, the watchdog reports a fault if this rank makes no progress for too long. Raises RunStopped on
-        every rank if a request to stop has interrupted any rank.
+        which is then raised on every rank. The iterator can raise Interrupted, which `work` must not catch. Raises
+        RunStopped on every rank if a request to stop has interrupted any rank.
         """
         watchdog, rank = self.world.watchdog, self.world.rank
         ranks = self.world.size if self.shared else 1
@@ -136,8 +126,8 @@ class SharedWork:
         return [parts[index % ranks][index // ranks] for index in range(count)]
 
     def until_stopped(self, indexes: Iterable[int]) -> Iterator[int]:
-        """Yield `indexes`, the numbers of this rank's pieces of work. Before each, raises Interrupted if this rank has
-        a reason to stop, or if another rank says so in its last heartbeat (its regular status message)."""
+        """Yield `indexes`, the numbers of this rank's pieces of work. Before each, raises Interrupted if a rank is
+        known to have a reason to stop."""
         for index in indexes:
             if self.stop.reason or self.world.watchdog.is_anyone_stopping():
                 raise Interrupted
@@ -145,9 +135,8 @@ class SharedWork:
             self.world.watchdog.beat()
 
     def gather_results(self, value: T | Exception | None) -> list[T]:
-        """Return the values of all ranks. If any value is an exception, raises it on every rank, so that no rank waits
-        for the failed rank in a later call. Otherwise, if any is None, which an interrupted rank sends, raises
-        RunStopped. Collective."""
+        """Return the values of all ranks. Raises an exception among them on every rank, so that no rank waits for the
+        failed one in a later call. Raises RunStopped if any is None, which an interrupted rank sends. Collective."""
         values: list[Any] = self.world.gather(value)
         for each in values:
             if isinstance(each, Exception):

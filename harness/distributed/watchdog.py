@@ -1,17 +1,14 @@
-"""Detection of ranks that are stuck, silent or gone. The watchdog then ends this process. One rank of each machine
-prints the reason, which names these ranks (unless all are stuck).
+"""Detection of ranks that are stuck, silent or gone. The watchdog then ends this process, and one rank of each machine
+prints the reason.
 
 An all-reduce waits for a missing rank and cannot say which rank it is. So every rank sends the others heartbeats with
-its progress, through the store of the rendezvous. Threads send the heartbeats and check those of other ranks, even
-while the main thread waits.
+its progress, through the store of the rendezvous, in threads that run even while the main thread waits.
 
-A rank is silent if its heartbeats do not arrive, and gone if its process has ended. Both are reported at any time. A
-rank can be stuck only inside `Watchdog.guard`, because elsewhere a single rank may work for long (a download, a save).
+A rank is silent if its heartbeats do not arrive, and gone if its process has ended. A rank can be stuck only inside
+`Watchdog.guard`, because elsewhere a single rank may work for long (a download, a save).
 
-Progress is counted in milestones: points in the main thread's work at which it enters or leaves `Watchdog.guard`, or
-calls `Watchdog.idle` or `Watchdog.beat`. On the CPU a milestone is reached at once. On CUDA the main thread only
-enqueues work, and continues to do so when the device hangs. So it records a CUDA event behind the enqueued work, and
-the milestone is reached once the device has reached the event.
+On CUDA the main thread only enqueues work, and continues to do so when the device hangs. So it records a CUDA event
+behind the enqueued work, which counts as progress once the device has reached the event.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ class Place:
 
     @property
     def order(self) -> int:
-        """Number of this place, counted through all places of all global steps. It is the same on all ranks."""
+        """Number of this place, counted through all places of all global steps."""
         return len(PLACES) * self.step + list(PLACES).index(self.name)
 
     def __str__(self) -> str:
@@ -89,7 +86,7 @@ class Milestone:
 
 @dataclass(frozen=True)
 class Standing:
-    """Place where a rank is working, and its progress. Work counts as done once the rank's device has done it."""
+    """Place where a rank is working, and its progress, which counts the work that its device has done."""
 
     place: str
     progress: list[int]
@@ -102,7 +99,7 @@ class Progress:
     def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
         """Create the progress of a rank that has passed no milestone. `record()` marks the end of the work given to the
         device so far. It returns a function, such as a DeviceMark, that returns True once the device has passed the
-        mark. `record` is None if the main thread does the computation itself (on a CPU)."""
+        mark. `record` is None on a CPU."""
         self._record = record
         self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a method
         self._reached = Milestone("the start", [-1, 0], False, time.monotonic())
@@ -134,7 +131,7 @@ class Progress:
             return Standing(following.place, reached.progress, now - max(self._since, following.at))
 
     def forgive(self) -> None:
-        """Restart the count of seconds without progress. Called after this process was frozen."""
+        """Restart the count of seconds without progress, after this process was frozen."""
         with self._lock:
             self._since = time.monotonic()
 
@@ -168,11 +165,7 @@ def device_progress(device: torch.device) -> Progress:
 
 
 class Watchdog:
-    """Watcher of all ranks, in threads of this rank's process. The main thread calls `beat` and `guard`, which cost
-    next to nothing.
-
-    A watchdog that is not started, as in a world of one process, watches no rank.
-    """
+    """Watcher of all ranks, in threads of this rank's process. Until it is started, it watches no rank."""
 
     def __init__(
         self,
@@ -181,12 +174,8 @@ class Watchdog:
         is_stopping: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
     ) -> None:
-        """Create a watchdog without starting it.
-
-        `is_stopping` returns True if this rank has a reason to stop; the watchdog's threads call it.
-        `progress` is the Progress of the rank's device, or None if the main thread does the computation itself
-        (on a CPU).
-        """
+        """Create a watchdog without starting it. `is_stopping` returns True if this rank has a reason to stop; the
+        watchdog's threads call it. `progress` is the Progress of the rank's device, or None on a CPU."""
         self.rank = rank
         self.timeout = timeout_seconds
         self._pause = min(POLL_SECONDS, timeout_seconds / POLLS_IN_TIMEOUT)
@@ -204,9 +193,8 @@ class Watchdog:
 
     @contextmanager
     def guard(self, place: Place) -> Iterator[None]:
-        """Context manager for the work at `place`. Inside it, this rank counts as stuck if it (on CUDA, its device)
-        makes no progress for longer than the timeout while no other rank is further behind. The watchdogs of all ranks
-        then end their processes. A guarded step is timed for `own_seconds`."""
+        """Context manager for the work at `place`. Inside it, this rank counts as stuck if it makes no progress for
+        longer than the timeout while no other rank is further behind. A guarded step is timed for `own_seconds`."""
         begun, self._last_beat = self._pass(place, 0, is_guarded=True), None
         try:
             yield
@@ -216,22 +204,20 @@ class Watchdog:
             self.idle(place)
 
     def idle(self, place: Place) -> None:
-        """Record that this rank has finished its work at `place`. A lack of progress on this rank is no fault from now
-        on, because the rank may be waiting for other ranks."""
+        """Record that this rank has finished its work at `place`. A lack of progress is no fault from now on, because
+        the rank may be waiting for others."""
         self._pass(place, IDLE, is_guarded=False)
 
     def beat(self) -> None:
         """Record that the main thread has finished one more part of the work at its current place. All ranks must
-        divide this work into parts alike, because the watchdog compares how many parts each rank has finished. Does
-        nothing before the first call of `guard` or `idle`."""
+        divide this work into parts alike, because the watchdog compares how many parts each rank has finished."""
         if self._place is not None:
             self._last_beat = self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 
     def own_seconds(self) -> float:
         """Return the median seconds from the beginning of a step to this rank's last gradient, over the steps since the
-        last call (the newest TIMED_STEPS at most), or 0 if there were none. What follows in a step waits for other
-        ranks, so the step's end says nothing about a single rank. On CUDA these are the device's times, if there are
-        several ranks; the device must have finished the steps."""
+        last call, or 0 if there were none. The rest of a step waits for other ranks, so it says nothing about a single
+        rank. On CUDA the device must have finished the steps."""
         import statistics  # here, because --help imports this module
 
         seconds = [last - begun for begun, last in self._step_times]
@@ -243,9 +229,8 @@ class Watchdog:
         return self._progress.reach(str(place), [place.order, parts], is_guarded=is_guarded)
 
     def start(self, store: Any, size: int, barrier: Callable[[], object]) -> None:
-        """Start the threads that watch `size` ranks. The ranks exchange heartbeats through `store`. `barrier` must
-        return only after every rank has called it, so that the store then holds the first heartbeat of every rank.
-        Collective."""
+        """Start the threads that watch `size` ranks through `store`. `barrier` must return only after every rank has
+        called it. Collective."""
         keys = [f"heartbeat/{rank}" for rank in range(size)]
         self._send = lambda heartbeat: store.set(keys[self.rank], heartbeat.encode())
         self._send(self._heartbeat(0))
@@ -261,7 +246,7 @@ class Watchdog:
         return any(last.heartbeat.stopping for last in self.heartbeats.last)
 
     def stop(self) -> None:
-        """Stop sending and checking heartbeats. A send or a check that has already begun may still complete."""
+        """Stop sending and checking heartbeats."""
         self._ended.set()
 
     def _heartbeat(self, number: int) -> Heartbeat:
@@ -271,8 +256,7 @@ class Watchdog:
         )
 
     def _exchange(self, store: Any, keys: list[str]) -> None:
-        """Send this rank's heartbeats and receive those of all ranks, until the watchdog is stopped or the launcher has
-        ended."""
+        """Send this rank's heartbeats and receive those of all ranks, until the watchdog is stopped."""
         number = 0
         # The launcher may hold the store. If it has been killed, the ranks end soon and print the reason themselves.
         while not self._ended.wait(self._pause) and not is_launcher_gone():
@@ -285,9 +269,7 @@ class Watchdog:
             self.heartbeats.receive(received, time.monotonic())
 
     def _watch(self) -> None:
-        """Check the heartbeats regularly, until the watchdog is stopped or the launcher has ended. End this process if
-        `diagnose` finds a fault or another rank of this machine has printed one, unless this process is ending
-        already."""
+        """Check the heartbeats regularly, and end this process if there is a fault."""
         looked = time.monotonic()
         while not self._ended.wait(self._pause) and not is_launcher_gone():
             now = time.monotonic()
@@ -315,8 +297,7 @@ class Watchdog:
             time.sleep(SILENT_EXIT_SECONDS)
 
         def announce() -> None:
-            """Send a heartbeat that says that this rank is leaving. The other ranks of this machine then end without
-            printing anything."""
+            """Send a heartbeat that lets the other ranks of this machine end without printing anything."""
             with suppress(RuntimeError):  # the store itself may be gone
                 self._send(self._heartbeat(IDLE))
 
@@ -329,7 +310,7 @@ class Watchdog:
 
 def collective_timeout_seconds() -> float:
     """Return the seconds without progress after which the watchdog reports a fault, from COLLECTIVE_TIMEOUT_SECONDS or
-    the default. Raises UserError if the variable is not a number of seconds in range."""
+    the default. Raises UserError if the variable is wrong."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
     try:
         seconds = float(text)

@@ -31,8 +31,8 @@ LEAVING_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks. Every rank must call the methods that exchange data, and functions marked
-    "Collective". Without a launcher the world is one process and every wait returns at once."""
+    """This process among all ranks. Every rank must call the methods and functions marked "Collective". Without a
+    launcher the world is one process and every wait returns at once."""
 
     rank: int
     local_rank: int
@@ -49,8 +49,8 @@ class World:
         OMP_NUM_THREADS is set, torch gets as many threads as this rank's share of the machine's cores.
 
         `is_stopping` returns True if this rank has a reason to stop. Heartbeats send its value to the other ranks.
-        Raises UserError if there is no device for this process, or if a variable is missing or wrong, and RunError or
-        PeerError as `rendezvous.join` does.
+        Raises UserError if a variable is wrong or there is no device for this process, and RunError or PeerError if the
+        ranks do not connect.
         """
         here, timeout = read_ranking(), collective_timeout_seconds()
         device = choose_device(here.local_rank, here.local_world_size)
@@ -91,8 +91,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which alone writes checkpoints and charts, prints progress, and validates unless all ranks
-        share the validation."""
+        """True on rank 0, which alone writes checkpoints and charts, and prints progress."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -110,9 +109,9 @@ class World:
         return values
 
     def exchange_once(self, sizes: Sequence[int]) -> None:
-        """All-reduce a tensor of each of the given sizes (bytes) on the device, as gradients are, and broadcast it, as
-        weights are. Wait for the results. NCCL allocates buffers when it first uses an algorithm, which it chooses by
-        operation and size. Afterwards the buffers for these sizes are allocated. Collective."""
+        """All-reduce and broadcast a tensor of each of the given sizes (bytes) on the device, so that NCCL has
+        allocated its buffers for them. It allocates buffers when it first uses an algorithm, which it chooses by
+        operation and size. Collective."""
         if self.size > 1:
             with connection_errors_as_peer_errors(), self.watchdog.guard(FIRST_EXCHANGE):
                 for size in sizes:
@@ -123,9 +122,8 @@ class World:
 
     def all_reduce_seconds(self, size: int, least: float) -> float:
         """Return the seconds, on the slowest rank, of one all-reduce of a tensor of `size` bytes on the device. The
-        result is the mean over enough all-reduces to take about `least` seconds in all (at most 2,001), because ranks
-        leave a barrier up to a millisecond apart, and NCCL exchanges hundreds of megabytes in that time. Needs at least
-        two ranks. Collective."""
+        result is the mean over enough all-reduces to take about `least` seconds in all, because ranks leave a barrier
+        up to a millisecond apart. Needs at least two ranks. Collective."""
         numbers = torch.zeros(size // 4, device=self.device)
 
         def seconds_of(count: int) -> float:
@@ -143,8 +141,7 @@ class World:
 
     def async_max(self, *numbers: int) -> Callable[[], list[int]]:
         """Start an asynchronous all-reduce (maximum) of `numbers` on the CPU. Returns a function that waits for the
-        maxima and returns them, in the order of `numbers`. Every rank must pass equally many numbers and call the
-        returned function."""
+        maxima and returns them. Every rank must pass equally many numbers and call the returned function."""
         largest = torch.tensor(numbers)
         pending = None
         if self.size > 1:
@@ -167,14 +164,13 @@ class World:
         """Run `work` on rank 0 while the others wait. Returns its result, which must be small and picklable, on every
         rank. Collective.
 
-        An error in `work` is raised on rank 0, and PeerError on the other ranks, so that the whole job ends.
+        An error in `work` is raised on rank 0, and PeerError on the other ranks.
         """
         return self._on_some(work, mine=self.is_main)[0]
 
     def broadcast(self, work: Callable[[], Any]) -> Any:
         """Run `work` on rank 0, and return its result on every rank, with all tensors on the CPU. The result consists
-        of dicts, lists and tuples of tensors and plain values. Each tensor is sent separately, as bytes. Everything
-        else is sent pickled and must be small. Collective.
+        of dicts, lists and tuples of tensors and plain values. Everything but the tensors must be small. Collective.
 
         An error of rank 0 is raised as in `on_rank0`.
         """
@@ -205,8 +201,8 @@ class World:
         return self._on_some(work, mine=self.local_rank == 0)[self.rank - self.local_rank]
 
     def _on_some(self, work: Callable[[], T], *, mine: bool) -> list[Any]:
-        """Run `work` on the ranks where `mine` is true. Returns the results of all ranks, by rank, with None for ranks
-        where `mine` is false. An error in `work` is raised where it occurs, and PeerError elsewhere."""
+        """Run `work` on the ranks where `mine` is true, and return the results by rank, with None for the other
+        ranks."""
         value, raised = None, None
         if mine:
             try:
@@ -233,7 +229,7 @@ def say(world: World, text: str) -> None:
 
 def replace_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Return a copy of `tree` (nested dicts, lists and tuples) with `function(tensor)` in place of each tensor. The
-    function is called for the tensors in their order in the tree. Other values are kept."""
+    function is called for the tensors in their order in the tree."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):
