@@ -1,6 +1,5 @@
 """Dataset folders: their paths, meta.json and token files, and a check that a model has an embedding for every token
-id. loader.py reads microbatches from the token files.
-"""
+id."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ FINGERPRINT_SAMPLE_TOKENS = 4096
 
 
 class SplitMeta(BaseModel):
-    """Entry of one split in meta.json: counts, and the hash of the split's file. Every key is optional."""
+    """Entry of one split in meta.json: counts, and the hash of the split's file."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -41,8 +40,8 @@ class SplitMeta(BaseModel):
 
 
 class DatasetMeta(BaseModel):
-    """Contents of a dataset folder's meta.json. The published datasets of Giles Thomas's lab notebook, the project that
-    this one grew from, have only the first three keys, and their tokens are GPT-2's."""
+    """Contents of a dataset folder's meta.json. The published datasets of Giles Thomas's lab notebook have only the
+    first three keys, and their tokens are GPT-2's."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -56,16 +55,14 @@ class DatasetMeta(BaseModel):
 
 
 class TokenFile:
-    """Safetensors file of one split: a 1-D tensor `tokens`, memory-mapped read-only. `read` copies only the requested
-    tokens.
+    """Safetensors file of one split: a 1-D tensor `tokens`, memory-mapped read-only.
 
     The file is opened with safetensors' numpy framework. The torch framework would map the file writable, and a 20 GiB
     dataset would count against the memory limit of every rank.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file and read its header. Raises UserError if it is missing, unreadable, damaged or not a token
-        file."""
+        """Open the file and read its header. Raises UserError if it is not a readable token file."""
         self.path = path
         try:
             self._tokens = safe_open(path, "numpy").get_slice("tokens")
@@ -89,15 +86,14 @@ class TokenFile:
         return self._length
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return (count,) tokens from position `start` on, in the file's dtype. At the end of the file, return fewer or
-        none."""
+        """Return (count,) tokens from position `start` on, in the file's dtype, or fewer or none at the end of the
+        file."""
         end = min(start + count, len(self))  # safetensors does not clamp a slice to the length, and rejects empty ones
         return self._tokens[start:end] if start < end else np.empty(0, self.dtype)
 
     def read_ahead(self, starts: np.ndarray, count: int) -> None:
         """Ask the operating system to load the `count` tokens that begin at each position in `starts`, and do not wait.
-        It loads many such ranges at the same time, whereas each `read` of tokens that are not in memory waits for the
-        disk. Does nothing if the system has no such call or refuses it."""
+        It loads many such ranges at the same time, whereas each `read` waits for the disk."""
         size = np.dtype(self.dtype).itemsize
         offset = self._bytes - len(self) * size  # the tokens are the end of the file
         # macOS has no such call, and some network file systems refuse it.
@@ -106,17 +102,15 @@ class TokenFile:
                 os.posix_fadvise(file.fileno(), offset + start * size, count * size, os.POSIX_FADV_WILLNEED)
 
     def largest_token(self) -> int:
-        """Return the largest token id in the file, or -1 if the file is empty. Reads the whole file once."""
+        """Return the largest token id in the file, or -1 if the file is empty. Reads the whole file."""
         return max(
             (int(self.read(at, SCAN_CHUNK_TOKENS).max()) for at in range(0, len(self), SCAN_CHUNK_TOKENS)),
             default=-1,
         )
 
     def fingerprint(self) -> str:
-        """Return, in hexadecimal, the SHA-256 of the dtype, the length, and FINGERPRINT_SAMPLES samples at equal
-        distances, each of FINGERPRINT_SAMPLE_TOKENS tokens (of all tokens if there are fewer).
+        """Return, in hexadecimal, the SHA-256 of the dtype, the length, and samples of the tokens at equal distances.
 
-        In practice, files that differ in tokenization, shuffle or selection of documents have different fingerprints.
         A change between the samples is not noticed if the length stays the same. Computing a fingerprint takes
         milliseconds for 20 GiB.
         """
@@ -128,8 +122,8 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Dataset folder on this machine, with the contents of its meta.json. If there is no meta.json, `meta` has its
-    defaults, so the tokenizer is GPT-2's."""
+    """Dataset folder on this machine, with the contents of its meta.json. Without a meta.json, the tokenizer is
+    GPT-2's."""
 
     name: str
     folder: Path
@@ -137,18 +131,14 @@ class Dataset:
 
     @classmethod
     def open(cls, datasets_dir: Path, name: str) -> Dataset:
-        """Open DATASETS_DIR/<name>. Raises UserError as `dataset_folder` and `at` do."""
+        """Open DATASETS_DIR/<name>. Raises UserError if the name is invalid, or if the dataset is missing or
+        incomplete."""
         return cls.at(dataset_folder(datasets_dir, name), name)
 
     @classmethod
     def at(cls, folder: Path, name: str | None = None) -> Dataset:
         """Open the dataset in `folder`, which need not be in DATASETS_DIR. `name` defaults to the last two parts of the
-        folder's path. Reads meta.json, but no token file.
-
-        Raises UserError if the folder is missing or is a file, if meta.json is invalid, if there is a tokenizer.json
-        but no meta.json, or if the folder lacks the tokenizer or one of the .safetensors and .json files that meta.json
-        lists.
-        """
+        folder's path. Raises UserError if the folder is missing or incomplete, or if its meta.json is invalid."""
         if not folder.is_dir():
             problem = "is a file, not a folder" if folder.exists() else "no such folder"
             raise UserError(f"{folder}: {problem}; give the folder of a dataset")
@@ -184,21 +174,19 @@ class Dataset:
 
     @property
     def tokenizer(self) -> str | Path:
-        """Argument of `load_tokenizer` for the dataset's tokenizer: "gpt2", or the path of the tokenizer's file. Raises
-        UserError if the tokenizer in meta.json is not a plain file name."""
+        """Argument of `load_tokenizer` for the dataset's tokenizer: "gpt2", or the path of the tokenizer's file."""
         if self.meta.tokenizer == "gpt2":
             return "gpt2"
         return self.folder / check_name(self.meta.tokenizer, f"{self.folder}/meta.json: tokenizer")
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Return the mean number of UTF-8 bytes of text per token of the split, or None if one of the two counts in
-        meta.json is missing or 0."""
+        """Return the mean number of UTF-8 bytes of text per token of the split, or None if it is unknown."""
         counts = self.meta.splits.get(split, SplitMeta())
         return counts.bytes / counts.tokens if counts.bytes and counts.tokens else None
 
     def fingerprint(self) -> dict[str, Any]:
         """Return {split: {"tokens": its number of tokens, "sha256": `TokenFile.fingerprint`}} for those of the train
-        and validation splits that exist. It distinguishes this dataset from others of the same name."""
+        and validation splits that exist."""
         files = {split: self.split(split) for split in ("train", "validation") if self.has_split(split)}
         return {split: {"tokens": len(file), "sha256": file.fingerprint()} for split, file in files.items()}
 
@@ -212,8 +200,8 @@ def _is_file(folder: Path, name: str) -> bool:
 
 
 def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
-    """Return the owner and the short name of a dataset. `given_as` begins the message of an error. Raises UserError if
-    `name` is not a valid owner/name."""
+    """Return the owner and the short name of a dataset. Raises UserError if `name` is not a valid owner/name.
+    `given_as` begins the message."""
     parts = name.split("/")
     if len(parts) != 2:
         raise UserError(f"{given_as} {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
@@ -225,8 +213,7 @@ def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
 
 def dataset_folder(datasets_dir: Path, name: str, given_as: str = "dataset") -> Path:
     """Return the path DATASETS_DIR/owner/name, which need not exist. Raises UserError if `name` is not a valid
-    owner/name (the message then begins with `given_as`), if one of the path's three folders is a file, or if a link
-    leads out of DATASETS_DIR."""
+    owner/name (the message then begins with `given_as`), or if the path cannot be a folder in DATASETS_DIR."""
     try:
         owner, short = check_dataset_name(name, given_as)
     except UserError as error:
@@ -239,9 +226,8 @@ def dataset_folder(datasets_dir: Path, name: str, given_as: str = "dataset") -> 
 
 
 def did_you_mean(datasets_dir: Path, name: str) -> str:
-    """Return the text `; did you mean "owner/name"?`, which completes a message about a missing dataset. It names a
-    dataset in DATASETS_DIR that has a train split, and whose name is similar to `name` or whose short name is `name`.
-    Return "" if there is none, or if a dataset with exactly this name has a train split."""
+    """Return the text `; did you mean "owner/name"?`, which completes a message about a missing dataset, or "" if
+    DATASETS_DIR has no dataset with a similar name."""
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
     near = nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
@@ -252,8 +238,8 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
     """Return True if the dataset's folder holds the files of `splits`, or False if the folder is missing or empty. If
     `splits` is empty, return True for any folder with files.
 
-    Raises UserError if the folder holds other files but lacks one of the splits, because the dataset must not be
-    downloaded into a folder with the user's own files. Also raises UserError as `dataset_folder` does.
+    Raises UserError if the name is invalid. Also raises UserError if the folder holds other files but lacks one of the
+    splits, because the dataset must not be downloaded into a folder with the user's own files.
     """
     folder = dataset_folder(datasets_dir, name)
     if not folder.exists() or not any(folder.iterdir()):
@@ -272,13 +258,10 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
 
 
 def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
-    """Raise UserError if the split holds a token id for which the model has no embedding, because training would fail.
+    """Raise UserError if the split cannot be read, or holds a token id for which the model has no embedding.
 
-    The message names the file, the token id, and the vocab_size that the whole dataset needs. If the id is beyond the
-    vocabulary in meta.json, too, the message says that the file may be damaged. The first call scans the whole file,
-    unless the file's dtype cannot hold an id beyond the model's vocabulary. The result is saved (see `remembered`) in
-    DATASETS_DIR/.scans, never in the dataset's folder, which may be the user's own. Also raises UserError if the split
-    cannot be read.
+    The first call may scan the whole file. The result is saved in DATASETS_DIR/.scans, not in the dataset's folder,
+    which may be the user's own.
     """
     tokens = dataset.split(split)
     if vocab_size > np.iinfo(tokens.dtype).max:  # the dtype cannot hold a larger token id, so no scan is needed
@@ -299,8 +282,7 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
-    """Return the largest token id in the file. If the file has not changed since an earlier scan, return the saved
-    result of that scan. Otherwise scan the file and save the result."""
+    """Return the largest token id in the file, without another scan if the file has not changed since the last one."""
     status = tokens.path.stat()
 
     def parse(known: dict[str, Any]) -> int:
@@ -325,11 +307,11 @@ def remembered(
     scan: Callable[[], dict[str, Any]],
     parse: Callable[[dict[str, Any]], Any],
 ) -> Any:
-    """Return `parse(result)`, where `result` is the dict that `scan()` returns. The result is saved in
-    DATASETS_DIR/.scans, in a file named after the dataset and `name`, if that folder can be written to.
+    """Return `parse(result)`, where `result` is the dict that `scan()` returns, or returned in an earlier call with the
+    same `files`.
 
-    If a result was saved with the same `files` (a JSON value that identifies the scanned files), `scan` is not called,
-    unless the saved result is damaged (`parse` then raises ValueError, LookupError or TypeError).
+    `files` is a JSON value that identifies the scanned files. Results are saved in DATASETS_DIR/.scans, in a file named
+    after the dataset and `name`. If a saved result is damaged, `parse` must raise ValueError, LookupError or TypeError.
     """
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{name}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or a damaged file

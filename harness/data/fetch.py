@@ -13,11 +13,10 @@ BUILTIN = "builtin/python-stdlib"
 
 def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
     """Make sure that DATASETS_DIR/<name> holds the splits: build or download the dataset if the folder is missing or
-    empty, and print a line about it. A folder that holds the splits is left unchanged, without a network call.
+    empty.
 
     Several processes of one machine may call this at the same time (if they download, only on a file system with
-    locks). Raises UserError if the name or meta.json is invalid, if the folder or the obtained dataset lacks a split,
-    the tokenizer or a file that meta.json lists, or if the dataset cannot be obtained.
+    locks). Raises UserError if the name is invalid, the folder is incomplete, or the dataset cannot be obtained.
     """
     folder = dataset_folder(datasets_dir, name)
     if not is_present(datasets_dir, name, splits):
@@ -45,13 +44,8 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
 
 
 def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hub: bool) -> None:
-    """Raise UserError if the name of a dataset is invalid, if its folder has files but lacks one of the splits, or if
-    the dataset is not on this machine, is no builtin dataset, and is not available from the Hub. Downloads nothing.
-
-    If the dataset would come from the Hub and `ask_hub` is true, request its list of files from the Hub, and raise
-    UserError also as `list_dataset_files` does. If `ask_hub` is false, make no network call, and assume that the Hub
-    has the dataset.
-    """
+    """Raise UserError if a dataset is neither on this machine nor obtainable, or if its folder lacks one of the splits.
+    Downloads nothing. If `ask_hub` is false, make no network call, and assume that the Hub has the dataset."""
     if is_present(datasets_dir, name, splits):
         return
     if name.startswith("builtin/"):

@@ -1,6 +1,5 @@
 """Dataset repositories on the Hugging Face Hub: download and verify a repository, or upload a dataset folder with a
-card that describes it.
-"""
+card."""
 
 from __future__ import annotations
 
@@ -39,14 +38,11 @@ def download_work(name: str, folder: Path) -> HubWork:
 def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
     """Download the dataset repository `name` (owner/name), verify its files, and move them to `folder` in one rename.
 
-    Until all files are verified, they are kept in a hidden folder beside `folder`, from which the next call resumes. If
-    another process of this machine downloads the dataset, wait for it (only on a file system with locks). If `folder`
-    then has files, download nothing.
+    Until then, they are kept in a hidden folder beside `folder`, from which the next call resumes. If another process
+    of this machine downloads the dataset, wait for it (only on a file system with locks).
 
-    The environment variables HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply, as always in huggingface_hub. In
-    the main thread, SIGINT and SIGTERM end the process immediately while this runs, unless they are ignored. Raises
-    UserError as `list_dataset_files` does, and also if the dataset cannot be downloaded or written, or if the hidden
-    folder is a link.
+    In the main thread, SIGINT and SIGTERM end the process immediately while this runs. Raises UserError if the dataset
+    lacks one of `splits`, or cannot be downloaded or written.
     """
     work = download_work(name, folder)
     partial = _partial_folder(folder)
@@ -62,8 +58,7 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
 
 def list_dataset_files(work: HubWork, splits: Sequence[str]) -> tuple[str, list[RepoSibling]]:
     """Return the repository's commit and its files. Raises UserError if they cannot be listed, if the repository lacks
-    one of `splits` or has no split at all (for example a repository of text), or if the folder of the download holds
-    unfinished work of prepare_datasets.py on a dataset of the same name."""
+    one of `splits` or has no split at all, or if the download's folder holds unfinished work of prepare_datasets.py."""
     revision, files = list_files(work)
     there = {file.rfilename for file in files} & {f"{each}.safetensors" for each in SPLITS}
     wanted = splits or ([] if there else ["train"])
@@ -87,14 +82,13 @@ def _partial_folder(folder: Path) -> Path:
 
 def _fetch(work: HubWork, partial: Path, splits: Sequence[str]) -> None:
     """Delete the files in `partial` that this download cannot use, download the files that `partial` lacks, verify all
-    files, and rename `partial` to `work.folder`. Raises UserError as `list_dataset_files` does, and also if the disk
-    has too little space or a file cannot be downloaded."""
+    files, and rename `partial` to `work.folder`."""
     hide_bars_from_files()
     revision, files = list_dataset_files(work, splits)
     wanted = {partial / file.rfilename: file.size or 0 for file in files}
-    # Delete the files of an interrupted download that this download cannot use. huggingface_hub writes each file under
-    # a new temporary name until it is complete, and never reuses a temporary file. Links are deleted, too: no download
-    # makes them, and writing or deleting through a link would change other folders.
+    # huggingface_hub writes each file under a new temporary name until it is complete, and never reuses a temporary
+    # file. Links are deleted, too: no download makes them, and writing or deleting through a link would change other
+    # folders.
     for path in [path for path in partial.rglob("*") if path.is_symlink() or not path.is_dir()]:
         is_other_version = path not in wanted and not path.is_relative_to(partial / ".cache")
         if path.is_symlink() or path.suffix == ".incomplete" or is_other_version:
@@ -114,8 +108,7 @@ def _fetch(work: HubWork, partial: Path, splits: Sequence[str]) -> None:
 @contextmanager
 def _alone_in(partial: Path) -> Iterator[None]:
     """Create and lock `partial`, the folder of an unfinished download, for the `with` body, so that only one process of
-    this machine at a time downloads the dataset. Waits for a process that has the lock. On a file system without locks,
-    takes no lock. After the body, deletes `partial` if it is empty. Raises UserError if `partial` is a link."""
+    this machine at a time downloads the dataset."""
     if partial.is_symlink():
         raise UserError(f"{partial}: is a link, and files behind it would be deleted; remove the link")
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -138,9 +131,8 @@ def _alone_in(partial: Path) -> Iterator[None]:
 
 
 def _leaving_at_once(name: str) -> AbstractContextManager[None]:
-    """Let SIGINT and SIGTERM end the process immediately during the `with` body, if this is the main thread and they
-    are not ignored. Without this function, huggingface_hub would first finish its current files, which can be
-    gigabytes.
+    """Let SIGINT and SIGTERM end the process immediately during the `with` body. Otherwise, huggingface_hub would first
+    finish its current files, which can be gigabytes.
 
     A download can be ended at any moment, because the dataset's final folder does not exist until it is complete.
     """
@@ -164,10 +156,9 @@ def push_command(folder: Path, name: str, *, public: bool) -> str:
 def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
     """Upload the dataset's files as one commit to the dataset repository `name`, and return the repository's address.
 
-    If the repository does not exist, it is created, as a public one if `public` is true and otherwise as a private one.
-    An existing repository keeps its visibility. The card replaces its README.md. Dataset files of an earlier upload are
-    deleted if the dataset no longer has them. Other files in the folder are the user's own and are not uploaded. Files
-    that the Hub already has are not sent again. Raises UserError if a token file cannot be read or the upload fails.
+    A new repository is public if `public` is true and otherwise private. An existing repository keeps its visibility.
+    The card replaces its README.md. Dataset files of an earlier upload are deleted if the dataset no longer has them.
+    Raises UserError if a token file cannot be read or the upload fails.
     """
     again = f"{push_command(dataset.folder, name, public=public)} sends what is missing"
     work = HubWork(
@@ -208,8 +199,7 @@ Where it came from:
 
 
 def card(dataset: Dataset, name: str) -> str:
-    """Return the README.md for the dataset in the repository `name`: front matter for the Hub, and a description for
-    readers."""
+    """Return the README.md for the dataset in the repository `name`."""
     meta, rows = dataset.meta, []
     for split in SPLITS:
         if dataset.has_split(split):

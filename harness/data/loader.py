@@ -1,9 +1,6 @@
 """Microbatches of a split for each rank. A window has the tokens of one sequence. The windows of a split, taken in the
-order of order.py, fill microbatches, which are numbered from 0. One formula (`TokenLoader._indexes`) gives the
-microbatches that a rank reads at a step. The data loader keeps no state between steps, so a run can resume at any step.
-If the global batch size changes during a run, the size at a step depends only on the number of tokens before that step
-(`BatchSchedule`).
-"""
+order of order.py, fill microbatches, which are numbered from 0. The data loader keeps no state between steps, so a run
+can resume at any step."""
 
 from __future__ import annotations
 
@@ -69,8 +66,8 @@ class BatchSchedule:
         """Return the batch layouts of a run from the point where it has seen `tokens_seen` tokens.
 
         Each entry of `layouts` is (tokens, layout): the layout applies to steps that begin when the run has seen at
-        least `tokens` tokens, but fewer than the next entry's. The entries are in ascending order of tokens, and the
-        first entry's tokens are 0.
+        least `tokens` tokens, but fewer than the next entry's. The entries are in ascending order, and the first one's
+        tokens are 0.
         """
         current = max(index for index, (seen, _) in enumerate(layouts) if seen <= tokens_seen)
         stages = [Stage(0, 0, layouts[current][1])]
@@ -107,10 +104,9 @@ class BatchSchedule:
         """Return the smallest number of steps that read at least `wanted` tokens. If `wanted` is -1, return the largest
         number of steps for which there are enough tokens.
 
-        `available` is the number of tokens that may be read from the starting token on, in all passes over the data.
-        The steps need one token more than they read as inputs, because the last input's target is the token after it.
-        Raises UserError with the needed and the available number if there are too few tokens or, for -1, too few for
-        one step.
+        `available` is the number of tokens from the starting token on, in all passes over the data. The steps need one
+        token more than they read as inputs, because the last input's target is the token after it. Raises UserError if
+        there are too few tokens, or too few for one step.
         """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1
@@ -134,8 +130,7 @@ class Microbatch:
 
     @classmethod
     def consecutive(cls, tokens: np.ndarray, context_length: int) -> Microbatch:
-        """Return the microbatch of the windows that follow one another in B·T + 1 tokens. A window's last target is the
-        first input of the next window."""
+        """Return the microbatch of the windows that follow one another in B·T + 1 tokens."""
         return cls(sliding_window_view(tokens, context_length + 1)[::context_length])
 
     @property
@@ -154,8 +149,8 @@ class Microbatch:
 
 
 class TokenLoader:
-    """Data loader of a split, or of the same split of several datasets. It makes microbatches of one size from windows
-    in the order `order`, from window number `first_window` on.
+    """Data loader of a split, or of the same split of several datasets. It makes microbatches from windows in the order
+    `order`, from window number `first_window` on.
 
     `batches` gives each step's batch layout if the number of accumulation steps changes during the run. World size,
     microbatch size and context length are always those of `layout`.
@@ -182,9 +177,9 @@ class TokenLoader:
         return self.order.starts(self.first_window + index * size, size)
 
     def microbatch(self, index: int, *, windows: int | None = None) -> Microbatch:
-        """Return microbatch number `index`. Microbatch 0 begins with `first_window`. `self.tokens` must have all of
-        the microbatch's tokens. `windows` is the number of windows in all microbatches together; None: no limit. If the
-        last window is not the last one of its microbatch, copies of it, which do not count, fill up the microbatch."""
+        """Return microbatch number `index`. `self.tokens` must have all of its tokens. `windows` is the number of
+        windows in all microbatches together; None: no limit. Copies of the last window, which do not count, fill up its
+        microbatch."""
         length, starts, counted = self.layout.context_length, self.starts(index), None
         if windows is not None and windows < (index + 1) * len(starts):
             counted = windows - index * len(starts)
@@ -207,7 +202,7 @@ class TokenLoader:
         """Return the numbers of the microbatches that `rank` reads in a step.
 
         In accumulation step a, the rank reads microbatch (n + a)·world_size + rank, where n is the number of
-        accumulation steps in all earlier steps: steps_from_start·A if every step has A accumulation steps.
+        accumulation steps in all earlier steps.
         """
         world_size, tokens_before = self.layout.world_size, self.batches.tokens_before(steps_from_start)
         n = tokens_before // (world_size * self.layout.microbatch_tokens)

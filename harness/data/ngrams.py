@@ -1,7 +1,6 @@
-"""Hashes of a text's 13-grams, that is, of its sequences of 13 consecutive tokens. They show which parts two texts have
-in common; shorter sequences are often shared by chance. Brown et al. ("Language Models are Few-Shot Learners",
-arXiv:2005.14165, appendix C) use sequences of 13 words.
-"""
+"""Hashes of a text's 13-grams: its sequences of 13 consecutive tokens. They show which parts two texts have in common;
+shorter sequences are often shared by chance. Brown et al. ("Language Models are Few-Shot Learners", arXiv:2005.14165,
+appendix C) use sequences of 13 words."""
 
 from __future__ import annotations
 
@@ -98,9 +97,8 @@ def documents_of(file: TokenFile, eot_token: int) -> Iterator[np.ndarray]:
 
 
 class Overlap(BaseModel):
-    """Numbers of compared documents and 13-grams of a held-out split (`find_overlap`), and how many of them also occur
-    in the training text. A document is counted as copied if more than COPIED_SHARE of its compared 13-grams occur
-    there."""
+    """Numbers of compared documents and 13-grams of a held-out split, and how many of them also occur in the training
+    text."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -120,10 +118,8 @@ class Overlap(BaseModel):
 
 
 def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: int) -> Overlap:
-    """Read the whole training text once, and return how much of a held-out split occurs in it. Both must have the same
-    tokenizer. Of a split with more than MOST_NGRAMS tokens, a sample of about MOST_NGRAMS 13-grams is compared.
-    Documents without a compared 13-gram, such as those of fewer than 13 tokens, are not counted. For a long training
-    text, a bar shows the progress on a terminal."""
+    """Read the whole training text, and return how much of a held-out split occurs in it. Both must have the same
+    tokenizer. Of a long split, a sample of about MOST_NGRAMS 13-grams is compared."""
     below = sampled_below(len(held_out))
     every, owners = _ngrams_by_document(held_out, eot_token, below)
     index = NgramIndex(every)

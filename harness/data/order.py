@@ -1,8 +1,7 @@
 """Order in which the windows of one or more splits are read: front to back or shuffled, once or several times.
 
-A window is the T input tokens of a sequence; the token after them is its last target, and begins the next window. A
-window's place depends only on its number in the run and on the arguments of `WindowOrder`. So a run resumes at any
-window, on any number of ranks, and no list of windows is kept.
+A window is the T input tokens of a sequence. A window's place depends only on its number in the run and on the
+arguments of `WindowOrder`. So a run resumes at any window, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ class WindowOrder:
     """Order of the windows of one split, or of several that are mixed by their `weights`.
 
     A pass over a split reads each of its windows once. Without a `seed`, each pass reads them from front to back. With
-    one, each pass reads them in another random order, which the seed determines. The windows of several splits
-    alternate in a fixed pattern, in which each split has its share, and each split begins its next pass independently
-    of the others. A window's position is the index of its first token among the tokens of all splits, laid end to end.
+    one, each pass reads them in another random order. The windows of several splits alternate in a fixed pattern, and
+    each split begins its next pass independently of the others. A window's position is the index of its first token
+    among the tokens of all splits, laid end to end.
     """
 
     def __init__(
@@ -35,8 +34,7 @@ class WindowOrder:
         weights: Sequence[float] = (1.0,),
     ) -> None:
         """Define the order. `splits` has the number of tokens of each split. In each split, the tokens before position
-        `first_token` are not read. The others are divided into windows. A window is read only if it is whole and a
-        token, its last target, follows it."""
+        `first_token` are not read. A window is read only if it is whole and a token, its last target, follows it."""
         self.context_length = context_length
         self.first_token = first_token
         self.seed = seed
@@ -93,11 +91,9 @@ class WindowOrder:
 
 def interleave(weights: Sequence[float]) -> np.ndarray:
     """Return the indices of items with these weights, in the order in which the items take turns: (turns,) int64. The
-    sequence is to be repeated. In it, each item has about its share: the share is rounded to a multiple of 1 / PERIOD,
-    but not to 0. The sequence can have more than PERIOD entries only if a share is below 1 / PERIOD.
+    sequence is to be repeated. In it, each item has about its share, rounded to a multiple of 1 / PERIOD, but not to 0.
 
-    The turns are those of smooth weighted round-robin, as in nginx: each item has credit, which grows by its share in
-    each turn; the item with the most credit is next, and loses the sum of all shares.
+    The turns are those of smooth weighted round-robin, as in nginx.
     """
     shares = np.asarray(weights) / sum(weights) * PERIOD
     counts = np.maximum(1, np.floor(shares).astype(int))
@@ -116,10 +112,9 @@ def permute(numbers: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
     """Return the images of `numbers` (each less than `size`) under a random permutation of range(size), as int64.
     `seed` determines the permutation. Time and memory do not depend on `size`.
 
-    A Feistel network (`_feistel`) permutes all numbers that have as many bits as `size` needs. An image that is not
-    below `size` is permuted again until it is (the cycle-walking cipher of Black and Rogaway, "Ciphers with arbitrary
-    finite domains", CT-RSA 2002). If `size` is above 1, at most half of the numbers are not below it, so that the
-    network is applied at most twice on average.
+    A Feistel network permutes all numbers that have as many bits as `size` needs. An image that is not below `size` is
+    permuted again until it is (the cycle-walking cipher of Black and Rogaway, "Ciphers with arbitrary finite domains",
+    CT-RSA 2002).
     """
     bits = max(2, (size - 1).bit_length())
     keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
@@ -131,9 +126,8 @@ def permute(numbers: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
 
 
 def _feistel(numbers: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Permute numbers of `bits` bits, which are split into two halves (if `bits` is odd, the lower half has one bit
-    more). Each key changes one half, alternately the lower and the upper one, by a hash of the other half and the
-    key."""
+    """Permute numbers of `bits` bits, which are split into two halves. Each key changes one half, alternately the lower
+    and the upper one, by a hash of the other half and the key."""
     low_bits, high_bits = np.uint64(bits - bits // 2), np.uint64(bits // 2)
     high, low = numbers >> low_bits, numbers & ((np.uint64(1) << low_bits) - np.uint64(1))
     for index, key in enumerate(keys):

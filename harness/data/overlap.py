@@ -1,8 +1,7 @@
 """Leave out documents that occur in a held-out split, so that no model is tested on text that it was trained on.
 
 A document is left out if its normalized text is that of a held-out document, or if more than half of its 13-grams are
-in the held-out split. Only a sample of the 13-grams is compared if the held-out splits are long. A long document is
-judged by its beginning.
+in the held-out split. Only a sample of the 13-grams is compared if the held-out splits are long.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ class HeldOutHashes:
     """Text of held-out splits, as hashes: of each document, and of 13-grams of tokens."""
 
     def __init__(self, splits: Sequence[tuple[Dataset, str]], tokenizer: Tokenizer) -> None:
-        """Read the splits, and hash their documents and the 13-grams of their text as `tokenizer` encodes it. Raises
-        UserError if a split or the tokenizer of its dataset cannot be read, or if a token id is not in that tokenizer's
-        vocabulary."""
+        """Read the splits, and hash their documents and the 13-grams of their text as `tokenizer` encodes it."""
         self.eot_token = tokenizer.eot_token
         self.below = sampled_below(sum(len(dataset.split(split)) for dataset, split in splits))
         self.texts: set[bytes] = set()
@@ -47,7 +44,7 @@ class HeldOutHashes:
 
     def without(self, batches: Iterable[Encoded]) -> Iterator[Encoded]:
         """Yield the batches without the documents that also occur in the held-out text. A document that extends over
-        several batches is judged by its part in the first batch; this part has about one or two million characters."""
+        several batches is judged by its part in the first one."""
         is_left_out: bool | None = None  # for a document that continues from the batch before; None: there is none
         for encoded in batches:
             numbers = np.cumsum(encoded.ends) - encoded.ends  # number of each piece's document within the batch
@@ -94,7 +91,7 @@ class HeldOutSplits:
 
     def __init__(self, names: Sequence[str], datasets_dir: Path) -> None:
         """Open the splits. Each of `names` is DATASET:SPLIT, where DATASET is a folder, or the name of a dataset in
-        `datasets_dir`. Raises UserError if a name has another form, or if a dataset or split cannot be opened."""
+        `datasets_dir`. Raises UserError if a name is wrong or a split cannot be opened."""
         self.splits: list[tuple[Dataset, str]] = []
         self.described: list[list[str]] = []
         for name in names:

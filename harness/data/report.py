@@ -32,9 +32,7 @@ class SplitFacts:
 
 def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
     """Count a split's tokens, documents and bytes of text, and find its largest token id and the length of its longest
-    document. Documents are counted by their end-of-text tokens, and a document's length includes that token. Tokens
-    after the last end-of-text are not counted as a document, but count for the length of the longest one. Reads the
-    whole file. If a token id is beyond the vocabulary, the count of bytes is incomplete."""
+    document. If a token id is beyond the vocabulary, the count of bytes is incomplete."""
     facts = SplitFacts(tokens=len(tokens))
     byte_lengths = tokenizer.token_byte_lengths()
     unfinished = 0  # tokens since the last end-of-text
@@ -63,12 +61,10 @@ def _check_is_dataset(dataset: Dataset) -> None:
 
 
 def verify(dataset: Dataset) -> list[str]:
-    """Compare the tokenizer and every split with meta.json, as far as meta.json describes them: hashes, vocab_size,
-    eot_token, dtype and counts. Also check that the tokenizer has every token id. Return a line of text for each split,
-    and a line for the whole dataset.
+    """Compare the tokenizer and every split with meta.json, as far as meta.json describes them, and check that the
+    tokenizer has every token id. Return a line of text for each split, and a line for the whole dataset.
 
-    Raises RunError with a list of the differences, or UserError if there is no dataset or a file cannot be read. The
-    counts of a split with a token id that the tokenizer lacks are not compared.
+    Raises RunError with a list of the differences, or UserError if there is no dataset or a file cannot be read.
     """
     _check_is_dataset(dataset)
     meta, tokenizer = dataset.meta, load_tokenizer(dataset.tokenizer)
@@ -115,8 +111,8 @@ def verify(dataset: Dataset) -> list[str]:
 
 
 def describe(dataset: Dataset) -> Iterator[str]:
-    """Yield a summary of the dataset for a terminal, line by line. Raises UserError if there is no dataset, if a
-    file cannot be read, or if it has a token id beyond the vocabulary."""
+    """Yield a summary of the dataset for a terminal, line by line. Raises UserError if there is no dataset, or if a
+    file cannot be read or has a token id beyond the vocabulary."""
     _check_is_dataset(dataset)
     tokenizer = load_tokenizer(dataset.tokenizer)
     yield from paragraph(f"{dataset.name}: {dataset.meta.description or 'no description'}", indent=0)

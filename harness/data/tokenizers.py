@@ -1,9 +1,5 @@
 """Tokenizers, which convert text to token ids and back: GPT-2's and other encodings of tiktoken, and byte-level BPEs in
-a tokenizer.json, which this module can also train.
-
-The libraries `tiktoken` and `tokenizers` are imported where they are used, because a command's --help does not need
-them.
-"""
+a tokenizer.json, which this module can also train."""
 
 from __future__ import annotations
 
@@ -31,9 +27,8 @@ ROUND_TRIP_PROBE = f"x  a  b\r\n\tE\u0301 \ufb01 日本 \U0001f40d\x00 {END_OF_T
 class Tokenizer:
     """Tokenizer that converts text to token ids and back without loss.
 
-    The name of a special token inside a text is encoded as ordinary text. Otherwise a page about GPT-2 would end at its
-    first <|endoftext|>, and the author of any text could end a document. Unlike this class, the training program of
-    Giles Thomas's lab notebook (harness/runs/upstream.py) encodes such a name as the special token.
+    The name of a special token inside a text is encoded as ordinary text. Otherwise the author of any text could end a
+    document.
     """
 
     def __init__(
@@ -46,10 +41,9 @@ class Tokenizer:
     ) -> None:
         """Store the vocabulary.
 
-        Token id i decodes to `token_bytes[i]`. `eot_token` is the id of the end-of-text token. `special_tokens` has the
-        ids of all special tokens, including end-of-text. They decode to their names, but do not count as text.
-        `encode` returns the token ids of a text as (tokens,) uint32. `place` is the name or the file from which the
-        tokenizer was loaded.
+        Token id i decodes to `token_bytes[i]`. `special_tokens` has the ids of all special tokens, including
+        end-of-text. They do not count as text. `encode` returns the token ids of a text as (tokens,) uint32. `place` is
+        the name or the file from which the tokenizer was loaded.
         """
         self.vocab_size = len(token_bytes)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)  # dtype of the tokens in a dataset
@@ -65,12 +59,12 @@ class Tokenizer:
         return self.eot_token == other.eot_token and list(self._token_bytes) == list(other._token_bytes)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text. Raises UserError if the text has a lone surrogate, which is no character."""
+        """Return the token ids of a text. Raises UserError if the text has a lone surrogate."""
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Return the token ids of a text as (tokens,) uint32. Threads can encode in parallel, because most of the work
-        runs without the GIL. Raises UserError like `encode`."""
+        """Return the token ids of a text as (tokens,) uint32. Most of the work runs without the GIL. Raises UserError
+        like `encode`."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -79,27 +73,24 @@ class Tokenizer:
         return self._encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`. Bytes that are not valid UTF-8, such as a part of a character, become U+FFFD.
-
-        Raises UserError for an id that is not in the vocabulary.
-        """
+        """Return the text of `tokens`. Bytes that are not valid UTF-8 become U+FFFD. Raises UserError for an id that is
+        not in the vocabulary."""
         for token in tokens:
             if not 0 <= token < self.vocab_size:
                 raise UserError(f"token id {token} cannot be decoded: it must be between 0 and {self.vocab_size - 1}")
         return b"".join([self._token_bytes[token] for token in tokens]).decode(errors="replace")
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of each token in turn, and one more text at the end. A character of several tokens is yielded
-        with its last token. Invalid UTF-8 becomes U+FFFD. The text at the end is U+FFFD if the tokens end inside a
-        character, otherwise empty. Every id must be in the vocabulary; this is not checked."""
+        """Yield the text of each token in turn, and one more text at the end, for an unfinished character. A character
+        of several tokens is yielded with its last token. Invalid UTF-8 becomes U+FFFD. Every id must be in the
+        vocabulary."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
             yield decoder.decode(self._token_bytes[token])
         yield decoder.decode(b"", final=True)
 
     def token_byte_lengths(self) -> np.ndarray:
-        """Return the number of bytes of text per token, (vocab_size,) int64. The number is 0 for end-of-text and other
-        special tokens."""
+        """Return the number of bytes of text per token, (vocab_size,) int64. It is 0 for special tokens."""
         lengths = np.array([len(text) for text in self._token_bytes], dtype=np.int64)
         lengths[list(self._special_tokens)] = 0
         return lengths
@@ -109,9 +100,8 @@ def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
     """Return GPT-2's tokenizer for "gpt2", otherwise the tokenizer in a file. A file whose name ends in TIKTOKEN_SUFFIX
     has the contents that `encoding_file` returns. Any other file is the tokenizer.json of a byte-level BPE.
 
-    Raises UserError if GPT-2's vocabulary can be neither found nor downloaded, if the file is missing, damaged or of
-    another kind, if the tokenizer has no end-of-text token, or if a sample text changes when the tokenizer encodes and
-    decodes it.
+    Raises UserError if GPT-2's vocabulary can be neither found nor downloaded, or if the file cannot be read, has no
+    end-of-text token, or is not lossless.
     """
     if name_or_file == "gpt2":
         return load_encoding("gpt2")
@@ -130,7 +120,7 @@ def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
 
 def load_encoding(name_or_file: str | Path) -> Tokenizer:
     """Return the tokenizer of a tiktoken encoding. A str is the encoding's name; a Path is a file with the text that
-    `encoding_file` returns. Raises UserError if the encoding cannot be read, or has no end-of-text token."""
+    `encoding_file` returns."""
     encoding = read_encoding(name_or_file)
     special = encoding._special_tokens
     if END_OF_TEXT not in special:
@@ -148,8 +138,8 @@ def load_encoding(name_or_file: str | Path) -> Tokenizer:
 
 
 def load_gpt2_offline() -> Tokenizer | None:
-    """Return GPT-2's tokenizer, or None if its vocabulary is not on this machine. Downloads nothing. While this runs,
-    no other thread can download a vocabulary, because tiktoken's function for downloads is replaced."""
+    """Return GPT-2's tokenizer, or None if its vocabulary is not on this machine. While this runs, no other thread can
+    download a vocabulary, because tiktoken's function for downloads is replaced."""
     import tiktoken.load
 
     def refuse(blobpath: str) -> bytes:
@@ -167,12 +157,7 @@ def load_gpt2_offline() -> Tokenizer | None:
 
 def encoding_file(name: str) -> str:
     """Return the contents of a file that describes the tiktoken encoding `name`. Such a file is stored with a dataset
-    whose tokens were made with the encoding.
-
-    The contents are JSON with the keys name, pattern (the regular expression that splits text into words),
-    special_tokens, and ranks (tokens in base64 with their ids). Raises UserError if the encoding's vocabulary is not on
-    this machine and cannot be downloaded.
-    """
+    whose tokens were made with the encoding. Raises UserError if the vocabulary can be neither found nor downloaded."""
     encoding = read_encoding(name)
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     content = {
@@ -186,8 +171,7 @@ def encoding_file(name: str) -> str:
 
 def read_encoding(name_or_file: str | Path) -> Any:
     """Return a tiktoken.Encoding. A str is the encoding's name; a Path is a file with the text that `encoding_file`
-    returns. Raises UserError if the vocabulary of a named encoding is not on this machine and cannot be downloaded, or
-    if the file is missing or damaged."""
+    returns. Raises UserError if the encoding cannot be read."""
     import tiktoken
 
     try:
@@ -218,8 +202,8 @@ def read_encoding(name_or_file: str | Path) -> Any:
 
 
 def load_bpe(path: Path) -> Tokenizer:
-    """Return the tokenizer in a tokenizer.json. Raises UserError if the file cannot be read or is damaged, if no token
-    has a name in ENDS_OF_TEXT, or if a token has a character that stands for no byte (see `character_of_byte`)."""
+    """Return the tokenizer in a tokenizer.json. Raises UserError if it cannot be read, has no end-of-text token, or is
+    no byte-level BPE."""
     import tokenizers
 
     try:
@@ -260,10 +244,7 @@ def load_bpe(path: Path) -> Tokenizer:
 
 
 def character_of_byte() -> dict[int, str]:
-    """Return a dict from each byte to the character that stands for it in a tokenizer.json, as defined by GPT-2. A
-    printable Latin-1 character stands for its own byte. The characters from U+0100 on stand for the other bytes, in
-    order. (The spaces U+0020 and U+00A0, and the soft hyphen U+00AD, do not count as printable.)
-    """
+    """Return a dict from each byte to the character that stands for it in a tokenizer.json, as defined by GPT-2."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
@@ -271,12 +252,11 @@ def character_of_byte() -> dict[int, str]:
 
 def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens: Sequence[str] = ()) -> None:
     """Train a byte-level BPE with exactly `vocab_size` tokens, and save it as `path`. Token 0 is end-of-text, and the
-    next ones are `special_tokens`; the tokenizer that `load_bpe` returns encodes no text as any of them.
+    next ones are `special_tokens`.
 
-    The text is split into words by GPT-2's pattern, and no token spans two words. Words of more than LONGEST_WORD bytes
-    are cut. The same texts give the same file. `vocab_size` must be at least 257 (every byte, and end-of-text) plus the
-    number of `special_tokens`. Raises UserError if training on the texts yields fewer tokens, or if a byte or a learned
-    token is spelt like a special token. Raises OSError if the file cannot be written.
+    The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
+    `vocab_size` must be at least 257 (every byte, and end-of-text) plus the number of `special_tokens`. Raises
+    UserError if the text is too small for so many tokens, or if an ordinary token is spelt like a special token.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers

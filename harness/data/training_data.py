@@ -49,7 +49,7 @@ class TrainingData:
 
     @classmethod
     def open(cls, datasets_dir: Path, weights: Mapping[str, float]) -> TrainingData:
-        """Open the datasets that are the keys of `weights`. Raises UserError as `Dataset.open` does, and also if their
+        """Open the datasets that are the keys of `weights`. Raises UserError if one cannot be opened, or if their
         tokenizers differ."""
         parts = tuple(Dataset.open(datasets_dir, name) for name in weights)
         for other in parts[1:]:
@@ -68,7 +68,7 @@ class TrainingData:
 
     @property
     def vocab_size(self) -> int | None:
-        """The size of the tokenizer's vocabulary, or None if the first dataset's meta.json lacks it."""
+        """The size of the tokenizer's vocabulary, or None if meta.json lacks it."""
         return self.parts[0].meta.vocab_size
 
     def lengths(self, split: str) -> list[int]:
@@ -87,8 +87,7 @@ class TrainingData:
 
     def record(self) -> dict[str, Any]:
         """Return the name and the fingerprint of the data, as checkpoints and the summary record them. For several
-        datasets, "sources" has the weight and the fingerprint of each. For each split that all of them have, the record
-        has the sum of the tokens, and a hash of the weights and of the fingerprints of this split."""
+        datasets, "sources" has the weight and the fingerprint of each."""
         name, *others = (part.name for part in self.parts)
         if not others:
             return {"name": name, **self.parts[0].fingerprint()}

@@ -36,11 +36,8 @@ HELD_OUT_SHARES = {"test": 0.05, "validation": 0.05}
 
 
 def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> None:
-    """Build the dataset in `folder`, which does not appear until it is complete. A complete folder is left unchanged.
-
-    The same Python gives byte-identical files. Raises UserError if the folder cannot be written, if this Python has no
-    readable source files, or if their text is too small to train a tokenizer with `vocab_size` tokens.
-    """
+    """Build the dataset in `folder`, which does not appear until it is complete. The same Python gives byte-identical
+    files. Raises UserError if the folder cannot be written, or if this Python has too little readable source text."""
     splits = split_documents(standard_library())
     try:
         with atomic_folder(folder) as draft:
@@ -53,12 +50,8 @@ def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> N
 
 
 def standard_library() -> dict[str, str]:
-    """Return the texts of the standard library's source files by relative path, sorted by path. Of several files with
-    the same text, only the first is returned. Empty files, files that are unreadable or not UTF-8, and files in
-    SKIPPED_FOLDERS are left out.
-
-    Raises UserError if this Python has no readable source files.
-    """
+    """Return the texts of the standard library's source files by relative path, sorted by path, without copies and
+    files in SKIPPED_FOLDERS. Raises UserError if this Python has no readable source files."""
     library = Path(sysconfig.get_path("stdlib"))
     path_of_text: dict[str, str] = {}
     for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).as_posix()):
@@ -80,7 +73,7 @@ def standard_library() -> dict[str, str]:
 
 def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
     """Divide `documents` (path -> text) among the splits, and return the texts of each split. HELD_OUT_SHARES gives the
-    held-out splits' shares of the bytes, which are met approximately. Every document is in exactly one split.
+    held-out splits' shares of the bytes, which are met approximately.
 
     Documents are sorted by the hash of their path, so that any slice of a split is a sample of the whole library.
     """

@@ -1,6 +1,4 @@
-"""Make a dataset folder from text or from token shards, according to the options of prepare_datasets.py. A preparation
-from text can be interrupted at any point and resumed.
-"""
+"""Make a dataset folder from text or from token shards, according to the options of prepare_datasets.py."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ SECONDS_BETWEEN_LINES = 10.0
 BYTES_PER_WORKER = 2**22  # of input; starting a process takes longer than encoding fewer bytes
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 LINE_FORMAT = "{percentage:3.0f}% {elapsed}<{remaining}{postfix}"
-# Options that determine the splits and the tokenizer; `_deciding` adds others if they are given. Interrupted work
-# resumes only with the same values of these, except that replace_invalid may be added.
+# Options that determine the splits and the tokenizer; `_deciding` adds others if they are given.
 DECIDING = (
     *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
     *("validation_fraction", "test_fraction", "split_order", "shuffle_seed"),
@@ -73,7 +70,7 @@ def make_dataset(
 
     `options` are the options of prepare_datasets.py by name; `held_out` is the text of --exclude. Raises UserError if
     an option, the input or `target` cannot be used. After KeyboardInterrupt, and after RunError unless its message asks
-    for --restart, running the same command again resumes the work, or for token shards begins it anew.
+    for --restart, the same command can be run again.
     """
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before `work.open` creates folders
@@ -154,8 +151,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
 
 
 def _deciding(options: Mapping[str, Any], held_out: HeldOut | None) -> dict[str, Any]:
-    """Return the options that decide the contents of the dataset, as the journal and meta.json record them. (As the
-    value of "tokenizer", meta.json has the name of the dataset's tokenizer file or "gpt2".)"""
+    """Return the options that decide the contents of the dataset, as the journal and meta.json record them."""
     deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"  # earlier versions wrote this value
@@ -171,9 +167,7 @@ def _deciding(options: Mapping[str, Any], held_out: HeldOut | None) -> dict[str,
 
 def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: WorkFolder) -> TextSource:
     """Return the local files that `inputs` names. If `inputs` is a single name that is no local path but can be a
-    dataset on the Hub, return the files of that dataset. With --delete-after, they will be downloaded to a folder in
-    `work`. Raises UserError if no files are found, if the Hub cannot be read, or if an option for Hub datasets is
-    given with local files."""
+    dataset on the Hub, return the files of that dataset."""
     if len(inputs) == 1 and not Path(inputs[0]).exists() and is_hub_name(inputs[0]):
         from harness.data.preparation.hub_source import find_on_hub
 
@@ -195,13 +189,11 @@ def _tokenize(
     work: WorkFolder,
     show: Show,
 ) -> None:
-    """Write the tokens of documents that may go into the validation or test split to `pool` (none if --split-order is
-    `given`), and the tokens of all other documents to `text`. Call `show`, which reports the progress, after each batch
-    but perhaps the last. The document with which `most` is reached is the last one that is written; empty and excluded
-    documents after it may be counted.
+    """Write the tokens of documents that may be held out to `pool`, and the tokens of all other documents to `text`.
+    The document with which `most` is reached is the last one that is written.
 
-    The journal (the work folder's record of what is done) is saved about every COMMIT_TOKENS tokens, at the end, and if
-    UserError, RunError or KeyboardInterrupt ends this function. The work can be resumed from the last save.
+    The journal is saved about every COMMIT_TOKENS tokens and at the end, also after an error. The work can be resumed
+    from the last save.
     """
     journal = work.journal
     text.open_at(journal.here.size)
@@ -261,10 +253,8 @@ def _begin_within(
 
 
 def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
-    """Divide the text into splits, shuffle it as the rules say, write the files of the splits, and store the list of
-    splits in the journal (the work folder's record of what is done). `pool` has the documents that may go into the
-    validation or test split (none if --split-order is `given`), and `text` has all others. Skips steps that are done
-    according to the journal."""
+    """Divide the text into splits, shuffle it as the rules say, and write the files of the splits. `pool` has the
+    documents that may be held out, and `text` has all others. Skips steps that are done according to the journal."""
     journal = work.journal
     if journal.phase == "read":
         pool.size = journal.here.pool
@@ -310,10 +300,9 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
 
 @contextmanager
 def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
-    """Yield a function that reports documents, tokens, tokens/s and the time left. Call the function with each encoded
-    batch and the total size so far. If standard error is a terminal, the function draws a bar there, which shows the
-    share of the input bytes that have been read. Otherwise it prints a line every SECONDS_BETWEEN_LINES to standard
-    output."""
+    """Yield a function that reports the progress. Call the function with each encoded batch and the total size so far.
+    If standard error is a terminal, the function draws a bar there. Otherwise it prints a line every
+    SECONDS_BETWEEN_LINES to standard output."""
     before = [0, *itertools.accumulate(file.size for file in files)]
     is_terminal, began = sys.stderr.isatty(), time.monotonic()
     shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}

@@ -1,11 +1,10 @@
-"""Encode pieces of documents as tokens. The pieces are gathered into batches, several processes encode the batches, and
-the results are returned in the order of the text.
+"""Encode pieces of documents as tokens, in batches, by several processes.
 
 The batches, and so the tokens, depend only on the text, never on the number of workers.
 
-Threads could be used instead of processes, because tiktoken releases the GIL. But two threads reached at most 0.6 of
-the speed of two processes (docs/LOG.md), because threads wait for each other inside the library. For a small text, one
-thread encodes while the main thread reads, because a thread starts faster than a process.
+Two threads reached at most 0.6 of the speed of two processes (docs/LOG.md), because threads wait for each other inside
+tiktoken. For a small text, one thread encodes while the main thread reads, because a thread starts faster than a
+process.
 """
 
 from __future__ import annotations
@@ -51,11 +50,8 @@ class Batch:
 
 
 def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Iterator[Batch]:
-    """Gather `pieces` (documents or parts of documents) into batches, and yield the batches. Documents without any text
-    are counted and left out.
-
-    A batch ends once it has at least BATCH_CHARACTERS characters, or BATCH_PIECES pieces. It also ends at the end of a
-    file if it has at least a sixteenth of BATCH_CHARACTERS. The last batch may have no pieces.
+    """Gather `pieces` into batches. Documents without any text are counted and left out. The last batch may have no
+    pieces.
 
     Reading may begin in the middle of the input: `file` is the number of the first piece's file, and `documents` is the
     number of documents before it in that file. A piece with no text and with `ends` False marks the end of a file; its
@@ -84,8 +80,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
 
 def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Yield the same text in pieces of at most LONGEST_PIECE characters. Only longer documents are cut, if possible
-    between words, because such cuts do not change the tokens. Pieces that mark the end of a file are yielded
-    unchanged."""
+    between words, because such cuts do not change the tokens."""
     rest = ""
     for piece in pieces:
         if not piece.text and not piece.ends:  # the piece marks the end of a file
@@ -140,9 +135,8 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, workers: int) -> 
     """Yield the encoded batches in order. `workers` is the number of processes or threads that `encoder` uses. Up to
     2·`workers` batches are submitted at a time, so that a worker that has encoded a batch finds another one waiting.
 
-    The result does not depend on `workers`. If reading `batches` raises an error, the batches before the error are
-    yielded first, then the error is raised. Raises RunError if encoding fails, or UserError if the tokenizer or the
-    text is wrong.
+    If reading `batches` raises an error, the batches before the error are yielded first. Raises RunError if encoding
+    fails, or UserError if the tokenizer or the text is wrong.
     """
     waiting: deque[tuple[Batch, Future[Arrays]]] = deque()
 
@@ -169,12 +163,8 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, workers: int) -> 
 
 def encode_texts(tokenizer: Tokenizer | str | Path, texts: list[tuple[str, bool]]) -> Arrays:
     """Encode the texts, and return the fields `tokens` and `sizes` of `Encoded`. Each entry of `texts` is a text and a
-    bool that is True if the text ends a document. If the tokenizer is given by its name or file (see `load_tokenizer`),
-    it is loaded once in each process.
-
-    Raises only UserError and RunError, which can be sent to another process: UserError if the tokenizer cannot be
-    loaded or a text is not valid Unicode, RunError for any other failure.
-    """
+    bool that is True if the text ends a document. Raises only UserError and RunError, which can be sent to another
+    process."""
     try:
         tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else _loaded(tokenizer)
         eot = np.array([tokenizer.eot_token], tokenizer.dtype)
@@ -255,10 +245,8 @@ def _without_interrupts() -> Iterator[None]:
     """Delay STOPPING_SIGNALS in this process until the end of the `with` body. In the processes that the body starts,
     block all of these signals except SIGTERM, which the process pool needs to end its processes.
 
-    A terminal sends its signals to all of its processes, but only this process should handle them. The started
-    processes inherit the signal mask. In this process, a handler records each signal, whichever thread receives it.
-    After the body, the first recorded signal is sent to this process again. An earlier reaction would interrupt the
-    start of a process, and the half-started process would print an error.
+    A terminal sends its signals to all of its processes, but only this process should handle them. An earlier reaction
+    would interrupt the start of a process, and the half-started process would print an error.
     """
     noted: list[int] = []
     blocked = set(STOPPING_SIGNALS) - {signal.SIGTERM}

@@ -37,8 +37,7 @@ class HubText(TextSource):
     downloads: Path | None  # folder from which files are deleted after reading; None: huggingface_hub's cache
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
-        """Download the file, and yield its documents. Then delete the file from `downloads`. A file in
-        huggingface_hub's cache is kept. Raises the errors of `download` and `read_documents`."""
+        """Download the file, and yield its documents. Then delete the file from `downloads`."""
         path = download(self.work, self.described[file.number], self.commit, self.downloads)
         try:
             yield from read_documents(replace(file, path=path), form)
@@ -54,10 +53,8 @@ class HubText(TextSource):
 
 def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None) -> Path:
     """Download a file of a dataset at one commit to `folder`, or to huggingface_hub's cache if `folder` is None, and
-    return its path. An existing file with the right hash is not downloaded again. If the hash of an existing or
-    downloaded file differs from the Hub's, the file is downloaded once more, and a line about it is printed. Raises
-    UserError if the file cannot be downloaded, or if its hash is still wrong. A file with a wrong hash, or its link in
-    the cache, is then deleted."""
+    return its path. An existing file with the right hash is not downloaded again. A file with a wrong hash is
+    downloaded once more. Raises UserError if the file cannot be downloaded, or if its hash is still wrong."""
     place: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
     for is_last in (False, True):  # force the second download; else a damaged copy in the cache would be used
         get = partial(huggingface_hub.hf_hub_download, work.name, file.rfilename, force_download=is_last, **place)

@@ -19,9 +19,8 @@ SAMPLE_CHARACTERS = 2**26
 
 
 def check_tokenizer(name: str | None) -> str | None:
-    """Check `name`, the value of --tokenizer. If `name` is the path of a tokenizer file, return the file's SHA-256. If
-    `name` is an encoding of tiktoken, or None, return None. Raises UserError if `name` is anything else, or if the
-    tokenizer file cannot be used."""
+    """Check `name`, the value of --tokenizer. Return the SHA-256 of a tokenizer file, or None for an encoding of
+    tiktoken and for None. Raises UserError if `name` is anything else, or if the tokenizer file cannot be used."""
     if name is not None and Path(name, "tokenizer.json").is_file():
         raise UserError(f"--tokenizer {name}: a folder; give its file {Path(name, 'tokenizer.json')}")
     if name is not None and Path(name).is_file():
@@ -44,9 +43,8 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
     write nothing and return "gpt2".
 
     `given` is the value of --tokenizer. If `train` is not None, `given` is ignored, and `train` is called with the path
-    to which it must write a new tokenizer. An interrupted call leaves no incomplete file of that name. An existing file
-    is kept, because the same options made it. Raises UserError if the tokenizer's vocabulary cannot be downloaded or
-    used, and the errors of `train`.
+    to which it must write a new tokenizer. An existing file is kept, because the same options made it. Raises UserError
+    if the tokenizer's vocabulary cannot be downloaded or used.
     """
     if given == "gpt2" and not train:
         return "gpt2"
@@ -72,14 +70,9 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> list[str]:
     """Return the text to train a tokenizer on, in pieces: the beginnings of the files that `source.sampled` chooses.
 
-    The limit for each file is SAMPLE_CHARACTERS if the chosen files have no more bytes than that on the disk (they may
-    be compressed), and otherwise SAMPLE_CHARACTERS divided by their number.
-
-    If all files are chosen and together have fewer characters than this limit, the held-out splits are left out, unless
-    they depend on a later shuffle. In every other case, some of the returned documents may be held out later. If
-    `rules.order` is "given" without a shuffle, the held-out splits' shares are cut off from the end of the sample. The
-    options --exclude, --max-documents and --max-tokens do not apply to the sample. Raises the errors of reading the
-    files.
+    If these are the whole text, the held-out splits are left out, unless they depend on a later shuffle. Otherwise,
+    some of the returned documents may be held out later. The options --exclude, --max-documents and --max-tokens do not
+    apply to the sample.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS
@@ -108,7 +101,7 @@ def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> lis
 
 
 def _cut_to(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
-    """Yield the first `characters` characters of the pieces. The last piece is shortened if necessary."""
+    """Yield the first `characters` characters of the pieces."""
     for piece in pieces:
         yield piece._replace(text=piece.text[:characters])
         characters -= len(piece.text)

@@ -1,19 +1,14 @@
-"""Splits of a dataset: choose the documents for train, test and validation, write the splits' files, and write the
-meta.json that describes them.
+"""Splits of a dataset: choose the documents for train, test and validation, and write the splits' files and meta.json.
 
 With `--split-order seeded`, a pseudorandom number (the draw) is computed for each document. Documents are held out in
 the order of their draws until the held-out splits have their shares of the text's bytes. The shares are of bytes
 instead of tokens, so that the choice does not depend on the tokenizer, which may be trained on the remaining documents.
 A text can have tens of millions of documents, too many to sort by their draws. Instead, while the text is read, the
 documents with small draws are written to a separate stream, the pool. Only these may be held out. All other documents
-are written to the training stream. At the end, the pool's documents that are not held out are appended to the training
-stream, in the order of their draws. The training stream then becomes the file of the train split without being copied
-(except to shuffle it, with --shuffle-seed). All documents of a small text are in the pool, so a small text is
-completely shuffled.
+are written to the training stream. At the end, the pool's documents that are not held out are appended to it, in the
+order of their draws.
 
-With `--split-order given`, or if a split would otherwise get no document, splits are ranges of one stream. The ranges
-at its end are copied to the files of the held-out splits, and the rest becomes the train split. Token shards
-(token_input.py) are split already, so that only their meta.json is written by this module.
+With `--split-order given`, or if a split would otherwise get no document, splits are ranges of one stream.
 """
 
 from __future__ import annotations
@@ -50,8 +45,7 @@ POOL_SHARE = 4  # pool's share of the documents / held-out share; above 1, since
 
 @dataclass(frozen=True)
 class SplitRules:
-    """Rules for dividing a text into splits: the shares of the held-out splits, and the order of the documents. The
-    train split gets the rest."""
+    """Rules for dividing a text into splits: the shares of the held-out splits, and the order of the documents."""
 
     validation: float = 0.01
     test: float = 0.0
@@ -59,8 +53,7 @@ class SplitRules:
     shuffle_seed: int | None = None  # of the train split or, if `order` is "given", of the whole text; None: no shuffle
 
     def held_out(self) -> dict[str, float]:
-        """Return the shares of the held-out splits by name, in the order of SPLITS. Splits with a share of 0 are left
-        out."""
+        """Return the shares of the held-out splits by name, in the order of SPLITS, without shares of 0."""
         return {name: share for name, share in (("test", self.test), ("validation", self.validation)) if share}
 
     def in_pool(self, first: int, count: int) -> np.ndarray:
@@ -74,11 +67,11 @@ class SplitRules:
         """Return the documents to hold out in each split, as indices into `draws` and `lengths`.
 
         `draws` and `lengths`, (documents,) each, have the pseudorandom number and the length of each document of the
-        pool (the documents that may be held out). `total` is the length of the whole text. Lengths are in bytes.
+        pool. `total` is the length of the whole text. Lengths are in bytes.
 
         From the smallest draw to the largest, each document goes into the first held-out split whose share still lacks
-        at least half of the document's length, or into none. Hence no document longer than twice the share of a split
-        is held out in it. Validation is tried first, so that adding a test split hardly changes the validation split.
+        at least half of the document's length, or into none. Validation is tried first, so that adding a test split
+        hardly changes the validation split.
         """
         wanted = {name: share * total for name, share in reversed(self.held_out().items())}
         chosen: dict[str, list[int]] = {name: [] for name in wanted}
@@ -93,9 +86,8 @@ class SplitRules:
 
 def draws(first: int, count: int) -> np.ndarray:
     """Return a pseudorandom number (the draw) for each of the `count` documents from number `first` on: (count,)
-    float64, uniform in [0, 1). A draw depends only on the document's number. Documents without text, or left out by
-    --exclude, are not numbered. The raw words of Philox are used because they are the same in every version of
-    numpy."""
+    float64, uniform in [0, 1). A draw depends only on the document's number. The raw words of Philox are used because
+    they are the same in every version of numpy."""
     words = 4  # raw words that Philox makes from each counter value
     raw = np.random.Philox(key=DRAWING_KEY, counter=first // words).random_raw(first % words + count)
     return (raw[first % words :] >> np.uint64(11)) * 2.0**-53
@@ -115,15 +107,15 @@ class Split:
 
 
 def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: Path) -> list[Split]:
-    """Choose documents for the held-out splits from `pool`, which has all documents that may be held out, and write
-    these splits' files to `folder`. Append the pool's other documents to `stream`, which must be open and has the rest
-    of the text. `stream` thereby becomes the train split. Return the splits, train first.
+    """Choose documents for the held-out splits from `pool`, and write these splits' files to `folder`. Append the
+    pool's other documents to `stream`, which must be open and has the rest of the text. `stream` thereby becomes the
+    train split. Return the splits, train first.
 
     If a split would get no document, append all documents of the pool to `stream` in the order of the text, write no
     files, and return an empty list.
 
-    The documents of a held-out split's file are in the order of their pseudorandom numbers (`draws`), so that any part
-    of the split is a sample of the whole text.
+    The documents of a held-out split are in the order of their draws, so that any part of the split is a sample of the
+    whole text.
     """
     documents = np.concatenate([np.zeros((0, 2), np.int64), *pool.documents()])
     length = int(sum(block[:, 1].sum() for block in (documents, *stream.documents())))
@@ -149,13 +141,11 @@ def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: 
 
 
 def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) -> list[Split]:
-    """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0. The
-    last documents are the validation split, and the documents before them are the test split.
+    """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0.
 
-    If the number of documents of a split is 0 after rounding (as for a single book), each split is a range of tokens
-    that has its share of the bytes (an end-of-text token counts as one byte; with --split-order given, every token
-    does). Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split would have
-    no text at all.
+    If a split would get no document (as with a single book), each split is a range of tokens that has about its share
+    of the text. Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split
+    would have no text at all.
     """
     size, shares = stream.size, rules.held_out()
     counts = [round(share * size.documents) for share in shares.values()]
@@ -251,13 +241,8 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
 def write_dataset_meta(
     folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, description: str, source: Mapping[str, object]
 ) -> None:
-    """Write `folder`/meta.json, which describes the splits and the tokenizer. The splits' files and the tokenizer's
-    file (there is none for GPT-2) are in `folder`, and are read for their hashes. `source` says where the text came
-    from.
-
-    Nothing is added that depends on when or where the file is made, so the same files and arguments give the same
-    bytes.
-    """
+    """Write `folder`/meta.json, which describes the splits and the tokenizer. Their files must be in `folder`, and are
+    read for their hashes. `source` says where the text came from. The same files and arguments give the same bytes."""
     paths = [folder / f"{split.name}.safetensors" for split in splits]
     own = {} if tokenizer.place == "gpt2" else {"tokenizer_sha256": Path(tokenizer.place)}
     meta = {

@@ -47,7 +47,7 @@ class TokenStream:
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
-        """Set the paths. No file is opened. `dtype` is the tokens' dtype."""
+        """Set the paths. `dtype` is the tokens' dtype."""
         self.path = path
         self.index_path = path.with_suffix(".documents")
         self.dtype = np.dtype(dtype)
@@ -55,8 +55,8 @@ class TokenStream:
         self._open = np.zeros(2, np.int64)  # tokens and bytes of a document whose end is not yet appended
 
     def open_at(self, size: StreamSize) -> None:
-        """Open the files for appending after `size`, and cut off everything beyond `size`. Create the files if `size`
-        has no tokens. Raises RunError if a file is shorter than `size`."""
+        """Open the files for appending after `size`, and cut off everything beyond `size`. Raises RunError if a file is
+        shorter than `size`."""
         self.size = size
         for path, length in (
             (self.path, HEADER_BYTES + size.tokens * self.dtype.itemsize),
@@ -70,8 +70,7 @@ class TokenStream:
         self._index = self.index_path.open("ab")
 
     def append(self, encoded: Encoded, chosen: np.ndarray) -> None:
-        """Append the tokens of the chosen pieces of a batch to the token file, and the sizes of the documents that end
-        in these pieces to the index file. `chosen` is (pieces,) bool."""
+        """Append the chosen pieces of a batch. `chosen` is (pieces,) bool."""
         tokens, sizes, ends = encoded.tokens, encoded.sizes, encoded.ends
         if not chosen.all():
             tokens, sizes, ends = tokens[np.repeat(chosen, sizes[:, 0])], sizes[chosen], ends[chosen]
@@ -85,8 +84,8 @@ class TokenStream:
         self.size = StreamSize(self.size.documents + len(documents), self.size.tokens + len(tokens))
 
     def append_documents(self, source: TokenStream, sizes: np.ndarray, places: np.ndarray) -> None:
-        """Append documents of the stream `source`. `places` has their numbers in `source`, in the order in which they
-        are appended. `sizes`, (documents, 2), has the tokens and bytes of all documents of `source`."""
+        """Append documents of the stream `source`: those with the numbers `places`, in this order. `sizes`, (documents,
+        2), has the tokens and bytes of all documents of `source`."""
         copy_documents(source.path, sizes[:, 0] * self.dtype.itemsize, places, self._tokens)
         self._index.write(sizes[places].astype(INDEX_DTYPE.base).tobytes())
         self.size += StreamSize(len(places), int(sizes[places, 0].sum()))
@@ -120,8 +119,8 @@ class TokenStream:
 
 @contextmanager
 def token_file(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
-    """Yield a draft file to which the `with` body writes tokens of `dtype`. After the body, the header is filled in,
-    and the draft is renamed to `path`. If the body fails, `path` is unchanged."""
+    """Yield a draft file to which the `with` body writes tokens of `dtype`. After the body, the draft is renamed to
+    `path`."""
     with atomic_file(path, path.with_suffix(".draft")) as draft:
         with draft.open("wb") as file:
             file.write(bytes(HEADER_BYTES))
@@ -131,8 +130,8 @@ def token_file(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
 
 
 def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
-    """Fill in the blank header of a file that holds at least `tokens` tokens, and cut off anything after these tokens.
-    The file is then a valid safetensors file, and has been flushed to the disk (fsync)."""
+    """Fill in the blank header of a file that holds at least `tokens` tokens, cut off anything after these tokens, and
+    flush the file to the disk (fsync)."""
     length = tokens * dtype.itemsize
     entry: dict[str, Any] = {"dtype": f"U{8 * dtype.itemsize}", "shape": [tokens], "data_offsets": [0, length]}
     text = json.dumps({"tokens": entry}, separators=(",", ":")).encode()
@@ -144,9 +143,8 @@ def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
 
 
 def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target: BinaryIO) -> None:
-    """Append documents of the token file `source` to `target`. `lengths` are the lengths of all documents of `source`
-    in bytes. `order` has the numbers of the documents to append, in the order of appending. Raises RunError if `source`
-    is shorter than its documents."""
+    """Append documents of the token file `source` to `target`: those with the numbers `order`, in this order. `lengths`
+    are the lengths of all documents of `source` in bytes."""
     starts = HEADER_BYTES + np.cumsum(lengths) - lengths
     with source.open("rb", buffering=0) as file:
         for at in range(0, len(order), DOCUMENTS_PER_READ):  # in blocks; the complete lists would take half a GiB
@@ -175,8 +173,8 @@ def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
     """Write the documents of `stream` to `target` in a uniformly random order that `seed` determines.
 
     Each document gets a random 64-bit key. One pass distributes the documents over bucket files by the first bits of
-    their keys. Then each bucket is read in the order of the keys, and deleted. Documents with equal keys keep their
-    order. Besides `stream`, this needs disk space for one copy of it and one more bucket.
+    their keys. Then each bucket is read in the order of the keys, and deleted. Besides `stream`, this needs disk space
+    for one copy of it and one more bucket.
     """
     folder = target.path.with_suffix(".buckets")
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted shuffle

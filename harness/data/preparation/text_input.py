@@ -35,9 +35,8 @@ MOST_ROWS = 64  # largest number of rows to read from a parquet file at a time
 
 @dataclass(frozen=True)
 class TextFile:
-    """Input file. `name` is for files.json, the list of input files by which an interrupted preparation is resumed.
-    `path` is the file on the disk. For a file on the Hub, `path` is the file's name on the Hub until it is
-    downloaded."""
+    """Input file, listed in files.json by its `name`. For a file on the Hub, `path` is the file's name on the Hub until
+    it is downloaded."""
 
     number: int  # place in the list of all input files
     name: str
@@ -65,8 +64,8 @@ class TextFormat:
 
 
 def text_suffix(name: str) -> str | None:
-    """Return the suffix of a file's name in lower case, or the suffix before .gz or .zst if the file is compressed.
-    Return None if READERS has no reader for the suffix."""
+    """Return the suffix of a file's name (the one before .gz or .zst) in lower case, or None if READERS has no reader
+    for it."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -74,8 +73,8 @@ def text_suffix(name: str) -> str | None:
 
 
 def is_surely_text(name: str) -> bool:
-    """Return True if the name of a file in an input folder or Hub dataset shows that the file is text. The name of a
-    .json file does not show this, because the file may hold something other than lines of JSON."""
+    """Return True if a file's name shows that the file is text. A .json file may hold something other than lines of
+    JSON."""
     return text_suffix(name) not in {None, ".json"}
 
 
@@ -84,26 +83,25 @@ def is_surely_text(name: str) -> bool:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Text files in a fixed order. The files of this class are on this machine; the subclass `HubText` downloads
-    files."""
+    """Text files in a fixed order, on this machine. The subclass `HubText` downloads files."""
 
     name: str  # as the user typed it, abbreviated if it is many names
     files: list[TextFile]
     origin: Mapping[str, object]  # where the text came from, for meta.json
 
     def sampled(self) -> list[TextFile]:
-        """Return the files to train a tokenizer on: all files if they have at most SMALL_BYTES together, otherwise at
-        most SAMPLED_FILES files at equal distances in the list."""
+        """Return the files to train a tokenizer on: all files if they are small, otherwise at most SAMPLED_FILES files
+        at equal distances in the list."""
         is_small = sum(file.size for file in self.files) <= SMALL_BYTES
         return self.files if is_small else self.files[:: -(-len(self.files) // SAMPLED_FILES)]
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
-        """Yield the documents of one file in pieces. Raises the errors of `read_documents`."""
+        """Yield the documents of one file in pieces."""
         return read_documents(file, form)
 
     def read(self, form: TextFormat, file: int = 0, documents: int = 0) -> Iterator[Piece]:
         """Yield all documents in pieces, beginning with document number `documents` of file number `file`. After each
-        file, yield an empty piece with the next file's number. Raises the errors of `read_documents`."""
+        file, yield an empty piece with the next file's number."""
         for each in self.files[file:]:
             pieces = self.read_file(each, form)
             for _ in range(documents if each.number == file else 0):
@@ -122,11 +120,9 @@ def find_text(patterns: Sequence[str]) -> TextSource:
     """Return the input files that `patterns` (folders, files and globs) name, sorted by name. If the only pattern is a
     folder, the names are relative to it.
 
-    A folder is searched recursively for files whose names show that they are text (`is_surely_text`). A line on
-    standard error names some of the folder's other files, links to folders and broken links. Hidden files and folders
-    are neither read nor named. A file that is given by name or matches a glob is read in any case, as plain text if its
-    suffix is not that of a known format. A file that is named several times, also by different paths to its folder, is
-    read once. Raises UserError if there is no file to read for a pattern.
+    A folder is searched recursively for files whose names show that they are text, except hidden ones. A line on
+    standard error names some of the others. A file that is given by name or matches a glob is read in any case. A file
+    that is named several times is read once. Raises UserError if there is no file to read for a pattern.
     """
     found: dict[str, Path] = {}
     ignored: list[str] = []
@@ -178,13 +174,10 @@ def matching_files(pattern: str) -> list[Path]:
 
 
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the documents of a file in order, in pieces. The file's suffix gives its format; if the suffix is unknown,
-    the file is read as plain text.
+    """Yield the documents of a file in order, in pieces. If the file's suffix is unknown, it is read as plain text.
 
-    Raises UserError if the text column (of a JSON line: the key) is missing, or if a parquet file has it twice or with
-    something other than text. Raises RunError if the file cannot be read or is damaged, if a JSON line is not an object
-    or its text is neither a string nor null, or if text is not valid Unicode and `form.errors` is "strict". The message
-    about a damaged file gives the fault's position, or the number of documents that were read before it.
+    Raises UserError if `form.text_column` does not fit the file. Raises RunError if the file cannot be read or is
+    damaged, or if text is not valid Unicode and `form.errors` is "strict".
     """
     documents = 0
     try:
@@ -269,10 +262,7 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 
 def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str:
-    """Return the document in line `number` of a file of JSON lines. A null is an empty document. Raises UserError if
-    the line lacks the key `form.text_column`. Raises RunError if the line is no JSON object, if the document is not
-    text, or if `form.errors` is "strict" and the line is not valid UTF-8 or the document is not valid Unicode.
-    """
+    """Return the document in line `number` of a file of JSON lines. A null is an empty document."""
     try:
         # pydantic_core is faster than json and needs a third of the memory. From a line of 100 MB that contains one
         # emoji, json would make two strings of 4 bytes per character.
@@ -308,9 +298,8 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
 
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the text of a file in pieces, reading it block by block. A document ends at each separator. Text after the
-    last separator is a document, too. Without `form.separator`, every file is one document, even an empty file. If
-    `form.errors` is "strict", raises RunError with the position of invalid UTF-8."""
+    """Yield the text of a file in pieces. A document ends at each separator. Text after the last separator is a
+    document, too. Without `form.separator`, every file is one document, even an empty file."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(form.errors)  # drops a byte order mark, which is not text
     kept = len(form.separator) - 1 if form.separator else 0  # characters that may be the beginning of a separator
     rest, read, is_open, is_last = "", 0, False, False
@@ -349,7 +338,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield raw, raw
 
 
-# For each suffix, the reader of files with this suffix. It yields a file's documents in order.
+# For each suffix, the reader of files with this suffix.
 READERS: dict[str, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
     ".parquet": _read_parquet,
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json_lines),

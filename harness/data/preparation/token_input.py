@@ -1,13 +1,11 @@
-"""Token shards of other programs, imported as the splits of a dataset. A shard's file name contains its split.
+"""Token shards of other programs, imported as the splits of a dataset.
 
 A shard of llm.c or modded-nanogpt begins with a header of 256 int32 numbers. The first three are a magic number, the
 version and the number of tokens. After the header, the tokens are uint16 or, for Llama 3, uint32
 (https://github.com/karpathy/llm.c, dev/data/data_common.py, MIT). build-nanogpt saves NumPy arrays
 (https://github.com/karpathy/build-nanogpt, fineweb.py, MIT). nanoGPT writes uint16 without a header
-(https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so the file does not state the dtype.
-
-The number of documents is the number of end-of-text tokens. nanoGPT writes an end-of-text token after each document;
-the other programs write one before each document.
+(https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so the file does not state the dtype. nanoGPT
+writes an end-of-text token after each document; the other programs write one before each document.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     """Return the position, number and dtype of the tokens in a file. `stated_dtype` is the dtype that the user gives
     for files without a header; None means uint16.
 
-    Raises UserError if the header or the size shows that the file is damaged or not a file of tokens, if the header has
-    an unknown version, or if the file has no header, `stated_dtype` is None, and its tokens look like uint32.
+    Raises UserError if the file is damaged or of an unknown format, or if its dtype must be stated.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -99,13 +96,11 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
 
 
 def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, list[TokenShard]]:
-    """Return the token files for `patterns` (folders, files and globs), sorted by path, in a dict by split. Each
-    file's name contains its split. In a folder, only .bin and .npy files are found, and not those in its subfolders.
-    `stated_dtype` is the dtype of files without a header, as for `open_shard`.
+    """Return the token files for `patterns` (folders, files and globs), sorted by path, in a dict by split. Each file's
+    name contains its split. In a folder, only .bin and .npy files are found, and not those in its subfolders.
+    `stated_dtype` is as for `open_shard`.
 
-    Raises UserError as `open_shard` does, and if a pattern matches no file, if there is no shard for training, or if a
-    file's name contains no split. Raises UserError also if a name is not valid UTF-8, because meta.json could not list
-    it.
+    Raises UserError if a pattern matches no file, if a file or its name is wrong, or if there is no shard for training.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -134,11 +129,7 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
 
 def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer, folder: Path) -> Split:
     """Write the tokens of all shards, one after another, to the file of `split` in `folder`, in the tokenizer's dtype.
-    Return the split with its counts.
-
-    Raises UserError if a token id is not in the tokenizer's vocabulary, if a shard's dtype is narrower than the
-    tokenizer's, if there are no tokens, or if a file is shorter than it was when `open_shard` read its size.
-    """
+    Return the split with its counts. Raises UserError if there are no tokens, or if they do not fit the tokenizer."""
     if not any(shard.tokens for shard in shards):
         raise UserError(f"{shards[0].path}: the {split} shards have no tokens; give shards that have some")
     size, byte_lengths = tokenizer.vocab_size, tokenizer.token_byte_lengths()

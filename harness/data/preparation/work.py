@@ -27,8 +27,8 @@ Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Raise UserError if a new dataset folder cannot be made at `target`, or if the last two parts of the path are no
-    valid owner/name (a path of one part needs no owner). A folder with files is refused, except if `overwrite` is true
-    and all files are parts of a dataset."""
+    valid owner/name. A folder with files is refused, unless `overwrite` is true and all files are parts of a
+    dataset."""
     # A target of one part, without an owner, is accepted: the user moves it to DATASETS_DIR/owner/name later.
     for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
         check_name(part, f"{target}: invalid name of a dataset (owner/name, the last two folders):")
@@ -89,8 +89,7 @@ class Journal:
 
 
 def _journal(content: dict[str, Any]) -> Journal:
-    """Parse the contents of a journal file. Files of earlier versions have no "pool" in their marks; it is then
-    empty."""
+    """Parse the contents of a journal file. Files of earlier versions have no "pool" in their marks."""
     marks = {
         key: Mark(**mark | {"size": StreamSize(**mark["size"]), "pool": StreamSize(**mark.get("pool", {}))})
         for key, mark in content.items()
@@ -114,7 +113,7 @@ class WorkFolder:
     """Hidden folder in which one process at a time makes a dataset. It is beside `target`, the dataset's final path."""
 
     def __init__(self, target: Path) -> None:
-        """Set the paths. No file is read or written."""
+        """Set the paths."""
         self.target = target
         self.path = target.parent / f".{target.name}.partial"
         self.dataset = self.path / "dataset"
@@ -127,9 +126,8 @@ class WorkFolder:
 
     def open(self) -> None:
         """Create the folder, or reuse the folder of an interrupted process, and lock it until this process ends. Undo
-        or complete a `put_in_place` that was interrupted. Raises UserError if the folder is a link or cannot be
-        created, if another process works in it, or if it was not made by this tool. Raises RunError if the lock cannot
-        be written."""
+        or complete a `put_in_place` that was interrupted. Raises UserError if the folder cannot be created, if another
+        process works in it, or if it was not made by this tool."""
         if self.path.is_symlink():
             raise UserError(f"{self.path}: is a link, and files behind it would be deleted; remove the link")
         with os_errors_as(UserError, f"{self.path}: cannot make this folder"):
@@ -169,25 +167,24 @@ class WorkFolder:
         self.path.rmdir()
 
     def save(self, phase: Phase) -> None:
-        """Write the journal, in one rename, with `phase`, the phase that the work has reached."""
+        """Write the journal with `phase`, the phase that the work has reached."""
         self.journal.phase = phase
         replace_text(self.journal_path, json.dumps(asdict(self.journal)) + "\n")
 
     def resume_or_begin(self, options: dict[str, Any], files: list[list[str]], *, restart: bool) -> Journal:
         """Return the journal of the interrupted work in this folder, or a new journal if there is no such work or if
-        `restart` is true. Also create `self.dataset`, set `self.journal`, and save the journal and, until all text has
-        been read, `files` (in files.json). `options` are the options that determine the splits and the tokenizer;
-        `files` are the [name, version] of each input file.
+        `restart` is true. Also create `self.dataset`, and save the journal and `files`.
+
+        `options` are the options that determine the splits and the tokenizer; `files` are the [name, version] of each
+        input file.
 
         If the journal of the interrupted work has no tokens (as always for token shards), new work begins if options or
         files have changed. If it has tokens, other options raise UserError. The option replace_invalid may be added,
-        because all text that was read without it was valid UTF-8. A damaged journal.json or files.json raises
-        UserError, too.
+        because all text that was read without it was valid UTF-8.
 
         While the text is being read, a change of a file that was already read to the end raises UserError. If the file
-        that was being read has changed, reading goes back to the last mark at the beginning of a file
-        (`Journal.file_start`). Changes of files that have not been read do not matter. After all text has been read, no
-        changes of files matter, but a note on standard error says that they are not in the dataset.
+        that was being read has changed, reading goes back to `Journal.file_start`. Other changes of files do not
+        matter.
         """
         if restart:
             self._clear()
@@ -232,9 +229,8 @@ class WorkFolder:
         return journal
 
     def leave(self) -> None:
-        """Delete the work folder if it has no journal, or one without tokens (as always for token shards), and then the
-        empty parent folders that `open` created. A folder that cannot be deleted stays. Raises UserError if the journal
-        is damaged."""
+        """Delete the work folder, unless its journal has tokens, and then the empty parent folders that `open`
+        created."""
         journal = _read(self.journal_path, _journal)
         if journal is None or not journal.here.total.tokens:
             with suppress(OSError):
