@@ -1,7 +1,7 @@
 """The training budget of train.json, resolved to a number of tokens.
 
-A budget is resolved when a run starts and recorded in every checkpoint, unless it is `min_train_tokens`, which is in
-tokens already. The recorded budget is used until train.json gives another one.
+A budget that is not given in tokens is resolved when a run starts, and recorded in every checkpoint. The record is used
+until train.json gives another budget.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ COUNTABLE = 2**62  # a run has fewer tokens than this
 
 
 class Budget(BaseModel):
-    """The budget of train.json, resolved to tokens. Recorded in summaries and, so that a resumed run keeps it, in
-    checkpoints."""
+    """The budget of train.json, resolved to tokens, as summaries and checkpoints record it."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -53,14 +52,11 @@ def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 
 
 def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSchedule) -> int | None:
     """Return the number of tokens in the whole run, as whole global batches, or None if the budget is all tokens of the
-    split.
-
-    `batches` must be the schedule from the start of the run. `min_train_tokens` and `tokens_per_parameter` are rounded
-    up to whole batches. `target_flops` is divided by the model's FLOPs per token and rounded down to whole batches.
+    split. `batches` must be the schedule from the start of the run. `min_train_tokens` and `tokens_per_parameter` are
+    rounded up to whole batches, `target_flops` is rounded down.
 
     `tokens_per_parameter` counts all parameters except the inactive experts of a mixture, because the training FLOPs of
-    N active parameters and D tokens are about 6ND. The first two fits of Hoffmann et al. (arXiv:2203.15556) give about
-    20 tokens per parameter.
+    N active parameters and D tokens are about 6ND.
 
     Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global batch.
     """
@@ -104,17 +100,17 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """Return `train`, a recorded train.json, with its budget replaced by the key `min_train_tokens`, whose value is the
-    number of tokens in `recorded`, the record of this budget. In this form, budgets of equally many tokens are equal,
-    even if their keys differed. If `recorded` is None, return `train` unchanged."""
+    """Return `train`, a recorded train.json, with its budget given as `min_train_tokens`: the tokens of `recorded`, the
+    record of this budget. In this form, equally long budgets are equal. If `recorded` is None, return `train`
+    unchanged."""
     if recorded is None:
         return train
     return {**train, recorded.key: None, "min_train_tokens": recorded.tokens}
 
 
 def wanted_tokens(train: Mapping[str, Any], recorded: Budget | None) -> int | None:
-    """Return the number of tokens of a whole run: that of the `recorded` budget if `train` still has this budget, else
-    `train`'s `min_train_tokens`, not rounded up to whole batches. Returns None if neither gives a number above 0."""
+    """Return the number of tokens of a whole run, or None if it is not known. It is that of the `recorded` budget if
+    `train` still has this budget, else `train`'s `min_train_tokens`."""
     if recorded is not None and train.get(recorded.key) == recorded.value:
         return recorded.tokens
     tokens = train.get("min_train_tokens")

@@ -1,7 +1,8 @@
-"""The chart of one run, drawn from its metrics.jsonl. Charts of several runs are in harness/comparison/charts.py.
+"""The chart of one run, drawn from its metrics.jsonl.
 
 The command `python -m harness.runs.chart METRICS PICTURE TITLE` draws it. Training runs this command, so that drawing
-does not delay training."""
+does not delay training.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,7 @@ matplotlib.use("Agg")  # works on machines without a display
 TRAIN_COLOR, VALIDATION_COLOR = "#3b75af", "#d1602f"
 # The upper end of the loss axis is HEADROOM times the largest loss after the first WARM_PART of all steps. Losses above
 # both LEAST_PEAK and PEAK_RATIO times the first loss do not count. Losses of the first steps, near ln(vocabulary), or a
-# peak above them would squeeze the rest of the curve into the bottom of the chart. If at most 10 losses count, the axis
-# shows all losses.
+# peak above them would squeeze the rest of the curve into the bottom of the chart.
 WARM_PART = 0.02
 HEADROOM = 1.08
 PEAK_RATIO = 1.5
@@ -40,10 +40,8 @@ ACCURACIES = ("acc_norm", "acc", "exact_match")
 
 
 def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
-    """Draw the chart of the file `metrics` into the PNG file `picture`: training loss (mean, and range over
-    microbatches) and validation loss over global steps, with marks at the steps whose loss is not finite, and below
-    them benchmark accuracies, if there are any. An existing picture is replaced in one rename. Raises OSError if a file
-    cannot be read or written."""
+    """Draw the chart of the file `metrics` into the PNG file `picture`: losses over global steps, and below them
+    accuracies in benchmarks."""
     events = read_metrics(metrics)
     accuracies = benchmark_lines(events)
     # an installed font of the xkcd family
@@ -73,7 +71,7 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
 
 def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]]]:
     """Return the points (global step, accuracy) of each benchmark task, by the label of the task's line in the chart.
-    Tasks that have none of ACCURACIES, and scores without a value, are left out."""
+    Tasks that have none of ACCURACIES are left out."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for event in events:
         if isinstance(event, BenchmarkEvent) and event.value is not None:
@@ -90,7 +88,7 @@ def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]
 
 
 def _draw_benchmarks(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> None:
-    """Draw a line for each task. The legend names the first MOST_NAMED tasks; the others are gray."""
+    """Draw a line for each task."""
     named, others = [*lines.items()][:MOST_NAMED], [*lines.values()][MOST_NAMED:]
     for number, (label, points) in enumerate(named):
         shape: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 3.5, "color": f"C{number % COLORS}"}

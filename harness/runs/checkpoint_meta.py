@@ -1,7 +1,7 @@
 """A checkpoint's meta.json, written and read through one class.
 
 The file may come from an earlier version of this program, from another program, or from an attacker. "The notebook" is
-Giles Thomas's lab notebook, whose training program this format comes from (harness/runs/upstream.py).
+Giles Thomas's lab notebook (harness/runs/upstream.py).
 """
 
 from __future__ import annotations
@@ -40,19 +40,15 @@ PrecisionName = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
 
 
 class Progress(BaseModel):
-    """The progress of a run at a global step, as checkpoints record it. A field that a file of an earlier version lacks
-    has its default.
-
-    The order of the fields is that of the keys in meta.json.
-    """
+    """The progress of a run at a global step, as checkpoints record it."""
 
     model_config = ConfigDict(strict=True)
 
     global_step: int = -1  # the last completed step; -1 before the first
     tokens_seen: RecordedCount = 0
     reported_loss: Loss | None = None  # mean loss of the last report
-    # As reported_loss. Before a planned checkpoint (see `CheckpointMeta`), `close_loss_period` replaces it with the
-    # mean over all reports since the previous planned checkpoint.
+    # As reported_loss. Before a planned checkpoint, `close_loss_period` replaces it with the mean over all reports
+    # since the previous planned checkpoint.
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
     best_loss: Loss | None = None  # lowest val_loss of a planned checkpoint; null without validation
@@ -86,8 +82,7 @@ class TrainState(Progress):
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens that this program trained on in the recorded seconds of training. Tokens that another
-        program trained on before are left out."""
+        """Number of tokens that this program trained on, without those that another program trained on before."""
         return max(0, self.tokens_seen - self.foreign_tokens)
 
     def measure_from_here(self, training_seconds: float) -> None:
@@ -97,9 +92,8 @@ class TrainState(Progress):
         self.measured_from_seconds = training_seconds
 
     def measured(self, training_seconds: float) -> Measured:
-        """Return the steps, tokens and seconds of training since the measurement of the speed began (see
-        `measure_from_here`). `training_seconds` is how long the run has trained so far, including the time before the
-        measurement began."""
+        """Return the steps, tokens and seconds of training since the measurement of the speed began. `training_seconds`
+        is how long the run has trained so far, including the time before."""
         return Measured(
             global_steps=self.global_step - self.measured_from_step,
             tokens=self.tokens_seen - self.measured_from_tokens,
@@ -118,18 +112,14 @@ class TrainState(Progress):
         """Update `has_diverged` after a report has been added. `patience` is a number of reports, `interval` the
         largest number of global steps between two reports.
 
-        The level is the exponential moving average of the loss, in which a new report has the weight 1 / N, with N =
-        `patience` // 2 (the first N reports have equal weights). The run has diverged if the level has been more than
-        DIVERGED_BY above its lowest value for at least `patience` times `interval` global steps, and the last
-        validation loss, if there is one, is more than DIVERGED_BY / 2 above the lowest validation loss. Once the first
-        N reports have given a lowest level, each loss is capped at the lowest level plus twice DIVERGED_BY before it
-        enters the average, and a loss that is not finite counts as this cap. So a spike, however high, is forgotten
-        after a few more reports. Before that level is known, losses that are not finite are left out.
+        The level is an exponential moving average of the loss over about `patience` / 2 reports. The run has diverged
+        if the level has been more than DIVERGED_BY above its lowest value for at least `patience` times `interval`
+        global steps, and the last validation loss, if there is one, is more than DIVERGED_BY / 2 above the lowest
+        validation loss. Each loss, finite or not, is capped at the lowest level plus twice DIVERGED_BY, so that a spike
+        is soon forgotten.
 
-        A lasting rise is detected, whether it is sudden or slow, and whether it ends at the loss of random guessing, at
-        a plateau or at NaN. A rise of less than DIVERGED_BY, and a loss that never fell, are not detected. Without
-        validation there are false alarms if the text stays much harder for a long time, or if the loss is noisy because
-        a report covers only a few hundred tokens.
+        Without validation there are false alarms if the text stays much harder for a long time, or if a report covers
+        only a few hundred tokens.
         """
         self.has_diverged = False  # also if an earlier process ended because of skipped steps
         validated = [each for each in (self.val_loss, self.lowest_val_loss, self.best_loss) if each is not None]
@@ -160,8 +150,8 @@ class TrainState(Progress):
         self.has_diverged = self.global_step - since >= patience * interval and not is_near_lowest
 
     def close_loss_period(self) -> None:
-        """Set `train_loss` to the mean loss over the reports since the previous call, if there were any. Called before
-        each planned checkpoint (see `CheckpointMeta`)."""
+        """Set `train_loss` to the mean loss over the reports since the previous call, if there were any. Call this
+        before each planned checkpoint."""
         if self.loss_count:
             self.train_loss = self.loss_sum / self.loss_count
         self.loss_sum, self.loss_count = 0.0, 0
@@ -205,8 +195,7 @@ def validation_text(
     recorded or the run does not validate. The arguments are the values of the keys "model", "train" and "dataset" of a
     meta.json or summary.json.
 
-    The validation losses of two runs are comparable if the returned values are equal and not None. The dataset's name
-    and the size of a microbatch are not part of the value.
+    The validation losses of two runs are comparable if the returned values are equal and not None.
     """
     split = dataset.get("validation")
     digest = split.get("sha256") if isinstance(split, dict) else None
@@ -226,8 +215,8 @@ def tokens_by_source(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
 ) -> dict[str, tuple[int, int]]:
     """Return two numbers for each dataset that a run trains on, by the dataset's name: how many of the run's first
-    `tokens_seen` tokens were from it, and the tokens of one pass over it. A dataset without a whole sequence is left
-    out. The dict is empty if the numbers are not recorded. The other arguments are those of `validation_text`."""
+    `tokens_seen` tokens were from it, and the tokens of one pass over it. The dict is empty if the numbers are not
+    recorded. The other arguments are those of `validation_text`."""
     try:
         sources = dataset.get("sources") or {dataset["name"]: {"weight": 1.0, **dataset}}
         order = WindowOrder(
@@ -250,9 +239,8 @@ def tokens_by_source(
 def epochs_of(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
 ) -> dict[str, float]:
-    """Return the number of passes over each dataset, by the dataset's name, as summaries and metrics record it. The
-    dict is empty if the run has one dataset and no key `epochs` in train.json, or if the result of `tokens_by_source`
-    is empty. The arguments are those of `tokens_by_source`."""
+    """Return the number of passes over each dataset, by the dataset's name. The dict is empty if the run has one
+    dataset and no key `epochs`, or if the numbers are not recorded. The arguments are those of `tokens_by_source`."""
     if train.get("epochs") is None and "sources" not in dataset:
         return {}
     found = tokens_by_source(model, train, dataset, tokens_seen)
@@ -260,8 +248,7 @@ def epochs_of(
 
 
 class ProgramAndSettings(BaseModel):
-    """The program that trained a run, and the settings that it resolved, as meta.json and summary.json record them. A
-    field that a file of an earlier version lacks has its default."""
+    """The program that trained a run, and the settings that it resolved, as meta.json and summary.json record them."""
 
     model_config = ConfigDict(strict=True)
 
@@ -278,9 +265,8 @@ class ProgramAndSettings(BaseModel):
 
 
 class CheckpointMeta(ProgramAndSettings, Progress):
-    """The contents of a meta.json. Only `global_step` is required, because earlier versions and the lab notebook's
-    training program (upstream.py) wrote fewer keys. Unknown keys are kept. Whether the checkpoint fits the run that
-    resumes from it is not checked here, but in harness/planning/experiment.py."""
+    """The contents of a meta.json. Only `global_step` is required, because earlier versions and the notebook's program
+    wrote fewer keys. Unknown keys are kept."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -313,9 +299,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     sha256: dict[str, str] = {}  # by file name: SHA-256 of the other files, and of this file's own values
 
     def state(self) -> TrainState:
-        """Return the run's state at the time when the checkpoint was saved. A `loss_sum` that was not finite is NaN. If
-        meta.json does not record where the measurement of the training speed began, this measurement restarts at the
-        checkpoint."""
+        """Return the run's state at the time when the checkpoint was saved."""
         values = {key: getattr(self, key) for key in Progress.model_fields}
         state = TrainState(**values | {"loss_sum": math.nan if self.loss_sum is None else self.loss_sum})
         if "measured_from_step" not in self.model_fields_set:
@@ -326,9 +310,9 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     @property
     def costs(self) -> dict[str, float]:
-        """Dollars by phase, as recorded or, in a checkpoint of an earlier version, at the price of its train.json.
-        Empty without a price."""
-        price = self.train.get("price_per_hour")  # not validated, like the rest of `train`
+        """Dollars by phase. Empty without a price."""
+        # Checkpoints of earlier versions record no dollars. The price is not validated, like the rest of `train`.
+        price = self.train.get("price_per_hour")
         is_price = isinstance(price, int | float) and price > 0
         return self.dollars or cost_by_phase(self.seconds, price if is_price else None) or {}
 
@@ -340,8 +324,8 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     @property
     def is_from_notebook(self) -> bool:
-        """True if meta.json has none of OWN_KEYS, like that of the training program of Giles Thomas's lab notebook. A
-        checkpoint of this program that has lost some of these keys is damaged, not the notebook's."""
+        """True if the notebook's program wrote the checkpoint: meta.json has none of OWN_KEYS. A checkpoint of this
+        program that has lost some of these keys is damaged, not the notebook's."""
         return not OWN_KEYS & self.model_fields_set
 
     def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:
@@ -353,8 +337,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """Read the meta.json of the checkpoint folder `path`. Raises UserError if it cannot be read, naming the key if one
-    is wrong. Also raises UserError if its global step is not the one in the folder's name."""
+    """Read the meta.json of the checkpoint folder `path`. Raises UserError if it is missing or wrong."""
     file = path / META
     raw = read_json_object(file)
     try:
@@ -369,25 +352,23 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def verify_meta(path: Path) -> None:
-    """Raise UserError if the meta.json of the checkpoint `path` cannot be read, or if its values do not match the
-    SHA-256 that it records for them. A file that lacks this SHA-256, as those of earlier versions do, passes."""
+    """Raise UserError if the values in the meta.json of the checkpoint `path` do not match the SHA-256 that it records
+    for them. A file that lacks this SHA-256, as those of earlier versions do, passes."""
     values = read_json_object(path / META)  # as they are in the file, including unknown keys
     if values.get("sha256", {}).get(META, own := _own_sha256(values)) != own:
         raise UserError(f"{path / META}: damaged (its values do not match the SHA-256 recorded in it)")
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
-    """Write the fields of `meta` that have been set into meta.json in the checkpoint folder `path`. The key "sha256"
-    gets the hashes of the other files, from `meta.sha256`, and a hash of the values in meta.json itself. Raises OSError
-    if the file cannot be written."""
+    """Write the fields of `meta` that have been set, and a hash of their values, into meta.json in the checkpoint
+    folder `path`."""
     values = meta.model_dump(exclude_unset=True)
     values["sha256"] = {**meta.sha256, META: _own_sha256(values)}
     (path / META).write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _own_sha256(values: dict[str, Any]) -> str:
-    """Return the SHA-256 of a meta.json's values, without the entry for this hash itself. The hash does not depend on
-    the order of keys or on whitespace in the file."""
+    """Return the SHA-256 of a meta.json's values, without the entry for this hash itself."""
     others = {name: value for name, value in values.get("sha256", {}).items() if name != META}
     return hashlib.sha256(json.dumps({**values, "sha256": others}, sort_keys=True).encode()).hexdigest()
 
@@ -395,13 +376,11 @@ def _own_sha256(values: dict[str, Any]) -> str:
 def upgrade_notebook_meta(
     path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
 ) -> CheckpointMeta:
-    """Return a copy of `meta` with keys that training needs and that the training program of Giles Thomas's lab
-    notebook does not write. If this program wrote the checkpoint, `meta` is returned unchanged.
+    """Return a copy of `meta` with keys that training needs and that the notebook's program does not write. If this
+    program wrote the checkpoint, `meta` is returned unchanged.
 
-    The checkpoint `path` is assumed to belong to the run in whose folder it is. `provenance` is that run's origin
-    (model, train.json and dataset), or None if it is not known yet; then the keys of the origin are not added. The
-    number of tokens is computed from `batches`, the schedule of all the run's batches. No seconds are recorded for
-    these tokens. An optimizer.pt, if there is one, is assumed to be AdamW's state.
+    The checkpoint `path` is assumed to belong to the run in whose folder it is. `provenance` is that run's origin, or
+    None if it is not known yet. `batches` is the schedule of all the run's batches.
     """
     if not meta.is_from_notebook:
         return meta

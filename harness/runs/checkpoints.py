@@ -2,8 +2,7 @@
 import torch.
 
 A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. It is written under a hidden name, flushed to disk and
-then renamed. The links `latest` and `best` are each replaced in one rename. A folder or link with its final name is
-therefore always complete.
+then renamed. A folder with its final name is therefore always complete.
 """
 
 from __future__ import annotations
@@ -44,11 +43,8 @@ class NoCheckpointError(UserError):
 
 def find_checkpoint(folder: Path, name: str) -> Path:
     """Return the path of the checkpoint `name` (a folder's name, `latest` or `best`) in `folder`. For a link, return
-    the path of the checkpoint that it points to.
-
-    Raises NoCheckpointError if there is no such checkpoint, or UserError if `name` is not a plain name or leads out of
-    `folder`.
-    """
+    the path of the checkpoint that it points to. Raises NoCheckpointError if there is no such checkpoint, and UserError
+    if `name` leads out of `folder`."""
     path = folder / check_name(name, "checkpoint")
     if not path.is_dir():
         links = [link for link in (BEST, LATEST) if (folder / link).is_dir()]
@@ -63,12 +59,9 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 
 
 def choose_start(folder: Path, name: str | None) -> Path | None:
-    """Return the checkpoint to resume from: `name` or, if it is None, `latest`, even if there is a newer one. If
-    `latest` is wanted and there is no such link, return the newest checkpoint. Return None if `name` is None and there
-    is no checkpoint.
-
-    Raises UserError as `find_checkpoint` does, and if `latest` is a folder and there is no other checkpoint.
-    """
+    """Return the checkpoint to resume from: `name` or, if it is None, `latest`. If the link `latest` is lost, return
+    the newest checkpoint. Return None if `name` is None and there is no checkpoint. Raises UserError if `name` or the
+    target of `latest` is missing."""
     latest = folder / LATEST
     if name not in (None, LATEST) or latest.is_symlink():
         return find_checkpoint(folder, LATEST if name is None else name)
@@ -108,8 +101,8 @@ class Checkpoint:
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint into `folder`, flush it to disk, and point the link `latest` to it. If
-    `checkpoint.meta.is_best` is true, point the link `best` to it, too. Return the checkpoint's path. `folder` is
-    created if necessary, and half-written files that killed processes left in it are removed.
+    `checkpoint.meta.is_best` is true, point the link `best` to it, too. Return the checkpoint's path. Half-written
+    files that killed processes left in `folder` are removed.
 
     Raises RunError if the checkpoint cannot be written. Earlier checkpoints are unchanged in that case.
     """
@@ -128,8 +121,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def _failure(error: BaseException, folder: Path, step: int) -> str:
-    """Return the message, with a remedy, about the checkpoint of step `step`, which could not be written into `folder`.
-    The message quotes the first line of `error` or, if an OSError caused it, of that OSError."""
+    """Return the message, with a remedy, about a checkpoint that could not be written."""
     from harness.common.memory import MORE_MEMORY, is_out_of_memory, says_out_of_memory
 
     link: BaseException | None = error
@@ -171,8 +163,8 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_tokenizer(tokenizer: str | Path) -> None:
-    """Raise UserError if a tokenizer's file has a name that a checkpoint reserves for its own files, because the
-    checkpoint also holds a copy of the tokenizer's file. "gpt2" has no file."""
+    """Raise UserError if a tokenizer's file has the name of one of a checkpoint's own files, because a checkpoint also
+    holds a copy of the tokenizer's file."""
     if isinstance(tokenizer, Path) and tokenizer.name in (WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META):
         raise UserError(
             f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's own file; rename it, and give its "
@@ -189,8 +181,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def point(folder: Path, link: str, target: Path) -> None:
-    """Make `folder/link` a relative symbolic link to the checkpoint `target` in the same folder, in one rename. If
-    `folder/link` is a folder, it is renamed first, not deleted. Raises OSError if the link cannot be made."""
+    """Make `folder/link` a relative symbolic link to the checkpoint `target` in the same folder, in one rename. Raises
+    OSError if the link cannot be made."""
     draft = folder / f"{TEMPORARY_PREFIX}{link}-{os.getpid()}"
     draft.unlink(missing_ok=True)
     try:
@@ -209,10 +201,8 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
     there is nothing to resume from. This also removes half-written files of killed processes, so only one process of
     the run may call it. With `verify` false, only read meta.json, and change no file.
 
-    Raises UserError as `choose_start` does, and if the checkpoint is damaged. The message about a damaged checkpoint
-    names the newest one that is whole, if there is one. Also raises UserError if a finished run has no checkpoint left.
-    A checkpoint that the training program of Giles Thomas's lab notebook (upstream.py) wrote has no hashes to verify.
-    For such a checkpoint, raises UserError if `name` is None.
+    Raises UserError if the checkpoint is missing or damaged, if a finished run has no checkpoint left, or if `name` is
+    None and the program of the lab notebook (upstream.py) wrote the checkpoint.
     """
     folder = run.checkpoints
     if verify:
@@ -245,7 +235,7 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Return the last checkpoint in `list_checkpoints` that `verify_checkpoint` accepts, or None if there is none."""
+    """Return the newest checkpoint that `verify_checkpoint` accepts, or None if there is none."""
     with suppress(OSError):
         for _, path in reversed(list_checkpoints(folder)):
             with suppress(UserError, OSError):
@@ -255,14 +245,9 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare every file that a checkpoint's meta.json lists with its hash there.
-
-    Raises UserError as `read_meta` does. Also raises UserError if weights or states have no hash, or if a listed file
-    has no plain name (see `check_name`), is missing, is damaged, or is a link that leads out of the checkpoint; the
-    message names the first such file. Also raises UserError if the training program of Giles Thomas's lab notebook
-    (upstream.py) wrote the checkpoint, because that program's meta.json has no hashes. Raises OSError if a file cannot
-    be read.
-    """
+    """Compare every file that a checkpoint's meta.json lists with its hash there. Raises UserError, naming the first
+    file that is missing or damaged, and OSError if a file cannot be read. Also raises UserError if the program of the
+    lab notebook (upstream.py) wrote the checkpoint, because its meta.json has no hashes."""
     meta, verified = read_meta(path), path.resolve()
     if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
@@ -283,10 +268,7 @@ def verify_checkpoint(path: Path) -> None:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read the checkpoint folder `path` into the CPU's memory, without verifying hashes. Raises UserError naming a file
-    that cannot be read.
-
-    States that a checkpoint of Giles Thomas's lab notebook lacks are empty. The tokenizer is not read.
-    """
+    that cannot be read. States that a checkpoint of the lab notebook lacks are empty. The tokenizer is not read."""
     from harness.model.weights import load_weights
 
     meta = read_meta(path)
@@ -319,12 +301,11 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> None:
     """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, and point the link
-    `latest` to `start`, and `best` to the best checkpoint that `start` records. If `start` records none, or if that
-    checkpoint is gone, remove the link `best`.
+    `latest` to `start`, and `best` to the best checkpoint that `start` records. If there is no such checkpoint, remove
+    the link `best`.
 
     `make_aside` creates a new folder for old results and returns its path. It is called only if there are checkpoints
-    to move. They are moved into the new folder's subfolder checkpoints/. Raises UserError as `read_meta` does, RunError
-    if a checkpoint cannot be moved, and OSError if a link or folder cannot be made.
+    to move. Raises RunError if a checkpoint cannot be moved, and OSError if a link or folder cannot be made.
     """
     meta, known = read_meta(start), list_checkpoints(folder)
     later = [path for at, path in known if at > meta.global_step]

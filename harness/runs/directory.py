@@ -47,9 +47,8 @@ def _tell_left_out(reason: str) -> None:
 
 
 def _plain_name(runs_dir: Path, text: str) -> str:
-    """Return the name of a run. `text` is that name, or the path of the run's folder in `runs_dir`. The run need not
-    exist. Raises UserError if `text` is not a valid name, or if the path is not directly inside `runs_dir`. In the
-    second case the message suggests the run that was probably meant, if there is one."""
+    """Return the name of the run that `text` gives: this name, or the path of the run's folder in `runs_dir`. The run
+    need not exist. Raises UserError if it is neither."""
     text = text.rstrip(os.sep)
     if os.sep not in text or "\0" in text:
         return check_name(text, "run")
@@ -67,8 +66,8 @@ def _plain_name(runs_dir: Path, text: str) -> str:
 
 
 def unused_name(folder: Path, ending: str = "") -> Path:
-    """Return an unused path in `folder`. Its name is the current second (UTC, NAME_OF_SECOND) and `ending`. If a path
-    of this name exists, the name has the first later second that is not used."""
+    """Return an unused path in `folder`. Its name is the current second (UTC) or the first later one that is free, and
+    `ending`."""
     moment = time.time()
     while True:
         path = folder / f"{time.strftime(NAME_OF_SECOND, time.gmtime(moment))}{ending}"
@@ -100,10 +99,8 @@ class RunDirectory:
     @classmethod
     def find(cls, runs_dir: Path, name: str) -> RunDirectory:
         """Return the run `runs_dir/name`. `name` may also be the path of that folder, as tab completion in a shell
-        gives it. Only the folder must exist, not its files.
-
-        Raises UserError if the name is not valid or leads out of `runs_dir`, or if there is no such folder.
-        """
+        gives it. Only the folder must exist, not its files. Raises UserError if there is no such folder in
+        `runs_dir`."""
         path = runs_dir / _plain_name(runs_dir, name)
         if path.is_dir():
             check_inside(path, runs_dir, "--runs-dir")
@@ -121,12 +118,9 @@ class RunDirectory:
 
     @classmethod
     def find_all(cls, runs_dir: Path, name: str, *, any_name: bool = False) -> list[RunDirectory]:
-        """Return the run `name` in a list. If `name` is a pattern like `lr-*` (which may follow the path of
-        `runs_dir`), return all runs whose names match, sorted by name. Those that `find` would refuse are left out,
-        with a line on standard error. With `any_name`, a pattern also finds runs whose names are not valid.
-
-        Raises UserError as `find` does (of a pattern, if all are refused), and also if no run's name matches.
-        """
+        """Return the run `name` in a list. If `name` is a pattern like `lr-*`, return all runs whose names match,
+        sorted by name. Those that `find` would refuse are left out, with a line on standard error. With `any_name`, a
+        pattern also finds runs whose names are not valid. Raises UserError if no run is found."""
         if not PATTERN.search(name):
             return [cls.find(runs_dir, name)]
         folder, pattern = os.path.split(name)
@@ -154,8 +148,7 @@ class RunDirectory:
         return runs
 
     def check_outputs(self) -> None:
-        """Raise UserError if no file can be created in the run's folder or in its `checkpoints`, or if the metrics or
-        the summary are not a regular file."""
+        """Raise UserError if the run's metrics, summary or checkpoints cannot be written."""
         check_writable(self.path)
         if os.path.lexists(self.checkpoints):  # it may be a file, or a link to a folder that is gone
             check_writable(self.checkpoints)
@@ -164,19 +157,18 @@ class RunDirectory:
                 raise UserError(f"{path}: not a regular file; move it away")
 
     def new_aside(self) -> Path:
-        """Create a new folder below `aside/` and return its path. Old results are moved into such folders instead of
-        being deleted. Raises OSError if the folder cannot be created."""
+        """Create a new folder below `aside/`, for old results, and return its path."""
         folder = unused_name(self.aside)
         folder.mkdir(parents=True)
         return folder
 
     def set_results_aside(self) -> Path | None:
         """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return that folder,
-        or None if there was nothing to move. If there are only results of microbatch searches (-f), nothing is moved.
+        or None if there was nothing to move.
 
         If the moves are interrupted, their order ensures that the run can still resume or start again, and that
-        `results/` never holds measurements of weights that are gone. Raises RunError if a move fails, and OSError if
-        a folder cannot be read or created.
+        `results/` never holds measurements of weights that are gone. Raises RunError if a move fails, and OSError if a
+        folder cannot be read or created.
         """
 
         def links_last(path: Path) -> tuple[bool, int, str]:

@@ -55,8 +55,7 @@ STATES |= {128 + each: "stopped" for each in STOPPING_SIGNALS}
 
 
 def check_on_end(run: RunDirectory, config: TrainConfig) -> None:
-    """Raise UserError if the program that train.json's `on_end` names does not exist on this machine, or is not
-    executable."""
+    """Raise UserError if the program of train.json's `on_end` cannot be executed on this machine."""
     if config.on_end and shutil.which(config.on_end[0]) is None:
         raise UserError(
             f'{run.train_json}: key "on_end": there is no program {quoted(config.on_end[0])} here; give its path, or '
@@ -66,10 +65,9 @@ def check_on_end(run: RunDirectory, config: TrainConfig) -> None:
 
 def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | None) -> None:
     """Start the watcher, a process that sends messages to train.json's `notify` and runs train.json's command `on_end`.
-    The command runs once the calling process has printed its last message and the last upload to the mirror at the URL
-    `mirror` (None: no mirror) has ended. `rank0` is the pid of rank 0, which is the calling process or a child of it.
-    If rank 0 does not take the run's lock, no message is sent and the command does not run. Does nothing if train.json
-    has neither key.
+    Does nothing if train.json has neither key. `mirror` is the URL of the mirror, or None. `rank0` is the pid of rank
+    0, which is the calling process or a child of it. If rank 0 does not take the run's lock, no message is sent and the
+    command does not run.
 
     Before it exits, the calling process waits until the watcher has ended. A calling process that torchrun started does
     not wait, because the command runs only once torchrun has ended: torchrun may start its ranks again.
@@ -106,7 +104,7 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
 
 def main() -> None:
     """Watch the training command that the first line of standard input describes, send its messages, and run its
-    `on_end`. Called in the process that `watch_end` starts."""
+    `on_end`."""
     for number in STOPPING_SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
     job = json.loads(sys.stdin.readline())
@@ -114,8 +112,8 @@ def main() -> None:
     lock = run.lock_file
 
     def is_of_this_command() -> bool:
-        """Return True if rank 0 took the run's lock, and no later process did. False means: not taken yet, taken by
-        another command, or taken by a rank 0 that torchrun restarted, with its own watcher."""
+        """Return True if rank 0 took the run's lock, and no later process did. A rank 0 that torchrun restarted has a
+        watcher of its own."""
         owner = last_owner(lock)
         return owner is not None and owner.is_here() and owner.process.pid == job["rank0"]
 
@@ -158,8 +156,8 @@ def warn(text: str) -> None:
 
 def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
     """Send an event to `url` as JSON, or do nothing if there is no URL. `event` is "start", "end" or "failure". `state`
-    is "training", "failed" or a value of STATES. Waits at most NOTIFY_SECONDS for the answer. If there is none, or an
-    error, print a warning without the URL, which is a secret."""
+    is "training", "failed" or a value of STATES. If the event cannot be sent, print a warning without the URL, which is
+    a secret."""
     if url is None:
         return
     from harness.runs.metrics import read_progress  # imported late: the watcher stays small while it waits
@@ -190,8 +188,7 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
 
 def send_rest(run: RunDirectory, url: str) -> str | None:
     """Send to the mirror at `url` everything that the training process, which may have been killed, has not sent.
-    Return what went wrong, or None. A failed upload is retried for up to UPLOAD_SECONDS, unless mirror.py refused it
-    with a UserError."""
+    Return what went wrong, or None."""
     command = [sys.executable, str(ROOT / "mirror.py"), "push", run.path.name, url, "--runs-dir", str(run.path.parent)]
     deadline = time.monotonic() + UPLOAD_SECONDS
     fault = ""
@@ -212,8 +209,7 @@ def send_rest(run: RunDirectory, url: str) -> str | None:
 
 
 def run_on_end(command: list[str], run: RunDirectory, state: str) -> str | None:
-    """Run the command, and return what went wrong, or None. The command is killed after LONGEST_SECONDS. It gets the
-    run's name, the run's folder and `state` in environment variables whose names begin with DDP_PRETRAIN_."""
+    """Run the command, and return what went wrong, or None."""
     variables: dict[str, Any] = {"RUN": run.path.name, "STATE": state, "DIRECTORY": run.path}
     environment = os.environ | {f"DDP_PRETRAIN_{name}": str(value) for name, value in variables.items()}
     try:

@@ -1,7 +1,5 @@
 """The events of a run (reports, validations, benchmarks, checkpoints and samples, each at a global step), and
-metrics.jsonl, the file that holds them. Each kind of event has a class with its fields, for writing and for reading.
-The end of the file gives a run's progress.
-"""
+metrics.jsonl, the file that holds them."""
 
 from __future__ import annotations
 
@@ -30,11 +28,7 @@ MaybeNumber = Annotated[int | float | None, BeforeValidator(finite)]
 
 
 class Event(BaseModel):
-    """One event, which is one line of metrics.jsonl.
-
-    The order of the fields is that of the keys in the line. Lines of earlier versions may lack keys and may have
-    others.
-    """
+    """One event, which is one line of metrics.jsonl. Lines of earlier versions may lack keys and may have others."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -114,12 +108,11 @@ def parse_event(line: str | bytes) -> Event | None:
 
 
 class MetricsFile:
-    """The file metrics.jsonl, with one JSON object per line. While a run trains, it only appends to the file.
+    """The file metrics.jsonl, with one JSON object per line.
 
-    Each line is passed to the operating system at once, so that the line survives the end of the process. Training does
-    not wait until the line is on the disk. `make_durable`, which is called before a checkpoint gets its final name,
-    flushes the lines to the disk. Lines after the last checkpoint need not be flushed, because a run that resumes
-    truncates the file to the length recorded in its checkpoint.
+    A line that is appended survives the end of the process. `make_durable`, which is called before a checkpoint gets
+    its final name, flushes the lines to the disk. Later lines need not be flushed, because a run that resumes truncates
+    the file to the length recorded in its checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -147,16 +140,14 @@ class MetricsFile:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def rewind_to(self, meta: CheckpointMeta, make_aside: Callable[[], Path]) -> None:
-        """Truncate the file to the length that it had when the checkpoint with this meta.json was saved. Later lines,
-        if any, are first written to a file in the folder that `make_aside` returns, and flushed to the disk. If this
-        fails, metrics.jsonl is unchanged.
+        """Truncate the file to the length that it had when the checkpoint with this meta.json was saved. Later lines
+        are first written to a file in the folder that `make_aside` returns, and flushed to the disk. Raises RunError if
+        a file cannot be written, and OSError if metrics.jsonl cannot be read.
 
-        Training writes the checkpoint's own line (a CheckpointEvent) after it has saved the checkpoint, so this line
-        lies beyond that length. If the checkpoint was planned (at an interval of train.json or after the last
-        step, not at an early stop), its line is kept, or appended if it is missing. Raises RunError if a file cannot be
-        written, and OSError if metrics.jsonl cannot be read.
+        The line of a planned checkpoint itself (a CheckpointEvent) is kept, or appended if it is missing. Training
+        writes it after it has saved the checkpoint, so it lies beyond that length.
 
-        If the file was truncated or edited, so that no line ends at that length, its whole lines up to the checkpoint's
+        If no line ends at that length, because the file was truncated or edited, its whole lines up to the checkpoint's
         step are kept instead, and a warning is printed.
         """
         content = self.path.read_bytes() if self.path.exists() else b""
@@ -198,8 +189,8 @@ def _is_line_of(line: bytes, meta: CheckpointMeta) -> bool:
 
 
 def _end_of_earlier_lines(content: bytes, meta: CheckpointMeta) -> int:
-    """Return the length of a metrics.jsonl up to the end of the last event from before the checkpoint: one whose step
-    is at most the checkpoint's, and which is not the checkpoint's own line. Returns 0 if there is none."""
+    """Return the length of a metrics.jsonl up to the end of the last event from before the checkpoint, or 0 if there is
+    none."""
     end = content.rfind(b"\n") + 1
     while end:
         start = content.rfind(b"\n", 0, end - 1) + 1
@@ -219,8 +210,8 @@ def read_metrics(path: Path) -> list[Event]:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The newest numbers of the last training in a run's metrics.jsonl (see `last_training`). A number that this
-    training has not reported is None."""
+    """The newest numbers of the last training in a run's metrics.jsonl. A number that this training has not reported is
+    None."""
 
     global_step: int
     tokens_seen: int
@@ -239,8 +230,8 @@ def percent_done(tokens_seen: int, tokens_wanted: int) -> str:
 
 def describe_progress(progress: RunProgress | None, wanted: int | None, *, goes_on: bool = True) -> str:
     """Return the progress of a run as text for a terminal. `progress` is None if the run has reported nothing. `wanted`
-    is the number of tokens of the whole run, or None if it is not known. The text includes the time left if the run is
-    still training (`goes_on`) and `wanted` and its speed are known."""
+    is the number of tokens of the whole run, or None if it is not known. `goes_on` is true if the run is still
+    training; only then does the text give the time left."""
     if progress is None:
         return "nothing reported yet"
     parts = [f"global step {progress.global_step:,}"]
@@ -263,8 +254,8 @@ def rough_duration(seconds: float) -> str:
 
 
 def read_progress(path: Path) -> RunProgress | None:
-    """Return the newest numbers of the last training in a metrics.jsonl (see `last_training`). Returns None if the file
-    does not exist or no line in it is an event. Raises UserError if the file cannot be read."""
+    """Return the newest numbers of the last training in a metrics.jsonl, or None if there are none. Raises UserError if
+    the file cannot be read."""
     last: Event | None = None
     train: TrainEvent | None = None
     validation: ValidationEvent | None = None
@@ -290,8 +281,7 @@ def read_progress(path: Path) -> RunProgress | None:
 
 def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
     """Return the scores of the last evaluation of benchmarks in a metrics.jsonl. The list is empty if the last training
-    in the file (see `last_training`) evaluated none, or if there is no file. Raises UserError if the file cannot be
-    read."""
+    in the file evaluated none. Raises UserError if the file cannot be read."""
     found: list[BenchmarkEvent] = []
     for event in last_training(path, with_bytes=b'"benchmark"'):
         if found and event.global_step != found[0].global_step:
@@ -303,11 +293,10 @@ def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
 
 def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
     """Yield the events of the last training in a metrics.jsonl, the newest first. The file may begin with the events of
-    earlier trainings. A new training began where the global step falls from one line to the next. Lines that are not
-    events, such as a line that a crash cut off, are skipped.
+    earlier trainings. A new training began where the global step falls from one line to the next.
 
-    Yields nothing if the file does not exist. Also yields nothing, and saves the time for parsing, if the bytes
-    `with_bytes` occur nowhere in the file. Raises UserError if the file cannot be read.
+    Yields nothing if the file does not exist or does not contain the bytes `with_bytes`. Raises UserError if the file
+    cannot be read.
     """
     with os_errors_as(UserError, f"{path}: cannot be read"):
         refuse_special(path)

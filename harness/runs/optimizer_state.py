@@ -1,6 +1,4 @@
-"""Memory and FLOPs of optimizers, as far as plans and speed estimates need them. Does not import torch.
-The optimizers themselves are in harness/training/.
-"""
+"""Memory and FLOPs of optimizers, for plans and speed estimates. Does not import torch."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 
 
 def optimizer_state_bytes(config: TrainConfig, model: ModelConfig) -> int:
-    """Return the bytes of the optimizer's state tensors (MOMENTS) for a whole model. Step counts are not included. With
-    `shard_optimizer` the tensors are split over the ranks; without it, each rank has all of them."""
+    """Return the bytes of the optimizer's state tensors (MOMENTS) for a whole model. With `shard_optimizer` the tensors
+    are split over the ranks."""
     assert config.optimizer in MOMENTS
     by_muon = 0
     if config.optimizer == "muon":

@@ -1,6 +1,5 @@
-"""Figures that somebody else has published for a run, in `reported.json` of the run's folder. This program did not
-measure them, and never shows them in place of measured figures.
-"""
+"""Figures that somebody else has published for a run, in `reported.json` of the run's folder. They are never shown in
+place of measured figures."""
 
 from __future__ import annotations
 
@@ -81,11 +80,7 @@ class Reported(BaseModel):
 
     @property
     def training_speed(self) -> float | None:
-        """Tokens per second of training alone, or None if unknown.
-
-        It is the tokens of the run divided by its seconds without validation, if both are reported. Otherwise it is the
-        reported speed, unless that includes validation (`whole_run_speed`).
-        """
+        """Tokens per second of training alone, or None if unknown."""
         tokens, seconds = self.value("tokens_seen"), self.value("seconds_without_validation")
         if tokens and seconds:
             return tokens / seconds
@@ -93,8 +88,7 @@ class Reported(BaseModel):
 
     @property
     def layout(self) -> BatchLayout | None:
-        """Batch layout (devices, accumulation steps, microbatch size, context length), or None if `figures` and `model`
-        do not determine it."""
+        """Batch layout, or None if `figures` and `model` do not determine it."""
         microbatch, sequences = self.value("microbatch_size"), self.value("global_batch_size")
         context = (self.model or {}).get("context_length")
         if not microbatch or not sequences or not isinstance(context, int) or microbatch % 1:
@@ -104,8 +98,7 @@ class Reported(BaseModel):
 
 
 def read_reported(run: RunDirectory) -> Reported | None:
-    """Read the reported.json of a run, or return None if there is none. Raises UserError if it cannot be read, naming
-    the key if one is wrong."""
+    """Read the reported.json of a run, or return None if there is none. Raises UserError if it is wrong."""
     if not run.reported.exists():
         return None
     return parse_config(Reported, read_json_object(run.reported), run.reported)

@@ -1,10 +1,8 @@
-"""Results in `results/` of a run's folder: measurements of the run's checkpoints by commands that do not train it, and
-the results of microbatch searches (`-f`). Each result is one JSON file. Each kind of measurement has one class, for
-writing and reading. No command reads the result of a search.
+"""Results in `results/` of a run's folder: measurements of the run's checkpoints, and the results of microbatch
+searches (`-f`), which no command reads. Each result is one JSON file.
 
-A file is named after what was measured. A repeated measurement therefore replaces the earlier one, and any other
-measurement gets a file of its own. Model and text are identified by hashes of their content, so that a comparison does
-not rely on their names.
+A file is named after what was measured, so that a repeated measurement replaces the earlier one. Model and text are
+identified by hashes of their content, so that a comparison does not rely on their names.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Recorded(BaseModel):
 
 
 class MeasuredWeights(Recorded):
-    """The weights that were measured. Weights with the same SHA-256 are the same."""
+    """The weights that were measured."""
 
     checkpoint: str  # the name of its folder; IMPORTED (trained_model.py) for an imported model
     sha256: str  # of model.safetensors
@@ -65,13 +63,13 @@ class Text(Recorded):
 
     @property
     def content(self) -> tuple[str, str, int, int, int]:
-        """All that identifies the tokens of the text and their division into windows. Two losses were measured on the
-        same text if these values are equal; the names of dataset and split do not matter."""
+        """Values that identify the text and its division into windows. Two losses were measured on the same text if
+        these values are equal."""
         return self.sha256, self.tokenizer, self.start_token, self.windows, self.context_length
 
 
 class Result(Recorded):
-    """Base class of measurements of one checkpoint. A result is one file of `results/`."""
+    """Base class of measurements of one checkpoint."""
 
     same: ClassVar[tuple[str, ...]] = ()  # the keys that are equal if a measurement was repeated
 
@@ -82,8 +80,7 @@ class Result(Recorded):
     weights: MeasuredWeights
 
     def name(self) -> str:
-        """Return the name of the result's file, without suffix. It consists of the kind, the checkpoint's name, and a
-        hash of the kind, of the weights and of the values of the keys in `same`."""
+        """Return the name of the result's file, without suffix. It is the same if the measurement is repeated."""
         digest = _digest([self.kind, self.weights.sha256, self.model_dump(mode="json", include={*self.same})])
         return f"{self.kind.replace('_', '-')}-{self.weights.checkpoint}-{digest}"
 
@@ -94,8 +91,8 @@ def _digest(values: Any) -> str:
 
 
 class LossResult(Result):
-    """Result of test_loss.py. Beside its JSON file, a .safetensors file (`windows_name`) has the loss of each window
-    (one sequence of `text`), in the order of the text."""
+    """Result of test_loss.py. Beside its JSON file, a .safetensors file has the loss of each window, in the order of
+    the text."""
 
     same: ClassVar[tuple[str, ...]] = ("text", "precision")
 
@@ -147,9 +144,7 @@ class BenchmarkResult(Result):
 
 
 class InstructionResult(Result):
-    """Scores from 0 to 100 that a judge gave to a model's answers. The scores of two models are comparable if the two
-    were judged together, or each alone. Judge, URL, prompt, questions, questions without a score, and repeats must also
-    be the same."""
+    """Scores from 0 to 100 that a judge gave to a model's answers."""
 
     same: ClassVar[tuple[str, ...]] = (
         *("judge", "base_url", "prompt", "questions_sha256", "answers_sha256", "judging", "repeats"),
@@ -198,14 +193,13 @@ def now() -> str:
 
 def write_result(run: RunDirectory, result: Result) -> Path:
     """Write a result into the run's `results/`, and return its path. An earlier result of the same measurement is
-    replaced. Raises RunError if the file cannot be written, and UserError if the checkpoint's name is not a plain
-    name."""
+    replaced. Raises RunError or UserError if the file cannot be written."""
     return _write(run, f"{result.name()}.json", _as_json(result.model_dump(mode="json")), "the result")
 
 
 def write_search(run: RunDirectory, search: dict[str, Any]) -> Path:
     """Write the result of a microbatch search into the run's `results/`, and return its path. An earlier result of the
-    same search (with equal SAME_SEARCH) is replaced. Raises RunError if the file cannot be written."""
+    same search is replaced. Raises RunError if the file cannot be written."""
     digest = _digest({key: search[key] for key in SAME_SEARCH})
     return _write(run, f"{SEARCH_PREFIX}{digest}.json", _as_json(search), "the result")
 
@@ -215,9 +209,10 @@ def _as_json(values: dict[str, Any]) -> bytes:
 
 
 def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray) -> Path:
-    """Write a loss result and its windows' losses (fp32, shape [windows]), and return the result's path. The losses are
-    written first, so that no result refers to a missing file. Raises RunError and UserError as `write_result` does."""
+    """Write a loss result and its windows' losses (fp32, shape [windows]), and return the result's path. Raises
+    RunError or UserError if a file cannot be written."""
     losses = save({"losses": window_losses.astype(np.float32)})
+    # First, so that no result refers to a missing file
     _write(run, result.windows_name, losses, "the losses of the windows")
     return write_result(run, result)
 
@@ -232,8 +227,8 @@ def _write(run: RunDirectory, name: str, content: bytes, what: str) -> Path:
 
 
 def read_results(run: RunDirectory) -> Results:
-    """Return all results of a run, except those of microbatch searches. A file that cannot be read, or a loss result
-    whose loss is not the mean of its windows' losses, is not a result but a problem."""
+    """Return all results of a run, except those of microbatch searches. A file that cannot be used is not a result but
+    a problem."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
         if path.name.startswith(SEARCH_PREFIX):
@@ -258,8 +253,8 @@ def _read(path: Path) -> Result:
 
 
 def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
-    """Raise UserError if the loss of a result is not the mean of its windows' losses. A result is accepted if its loss
-    is None, or if the file of these losses is missing or unreadable, or has another number of windows."""
+    """Raise UserError if the loss of a result is not the mean of its windows' losses. A result whose windows' losses
+    cannot be read is accepted."""
     try:
         losses = read_window_losses(run, result)
     except UserError:
@@ -274,8 +269,7 @@ def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
 
 def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
     """Return the loss of each window, fp32 of shape [windows], in nats per token. Raises UserError if the file cannot
-    be read or has another number of windows. The mean of the losses is not checked, because `read_results` does
-    that."""
+    be read or has another number of windows."""
     path = run.results / result.windows_name
     try:
         with safe_open(path, "numpy") as file:

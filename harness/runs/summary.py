@@ -25,7 +25,7 @@ Dollars = Annotated[int | float, Field(ge=0)]
 
 
 class Outcome(BaseModel):
-    """The outcome of a run, and the machine and batch with which it was measured: the first keys of a summary.json."""
+    """The outcome of a run, and the machine and batch with which it was measured."""
 
     run: str = ""
     seconds: dict[str, Amount] = {}  # by phase, and in total
@@ -57,10 +57,7 @@ class Outcome(BaseModel):
 
 class RunSummary(ProgramAndSettings, Outcome):
     """The contents of a summary.json. Unknown keys are kept. Keys with a default may be missing, because earlier
-    versions wrote fewer keys.
-
-    The keys in the file have the order of the fields: those of Outcome, of ProgramAndSettings, and of this class.
-    """
+    versions wrote fewer keys."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -72,15 +69,15 @@ class RunSummary(ProgramAndSettings, Outcome):
 
     @property
     def changes(self) -> list[str]:
-        """Changes during the run: if another program trained on its first tokens, a text that says so; then the texts
-        in `changed`. Empty for a run that kept its settings from its first step to its last."""
+        """Changes during the run, as texts: of its settings, or of the program that trained it. Empty if there were
+        none."""
         seen, trained = self.tokens_seen or 0, self.trained_tokens
         foreign = 0 if trained is None else seen - trained
         return [*([f"another program trained on the first {foreign:,} tokens"] if foreign > 0 else []), *self.changed]
 
     def has_shape(self, config: ModelConfig) -> bool | None:
         """Return True if the run's model.json is equal to `config`, False if it differs or is not valid, or None if the
-        summary does not record it. Keys that an earlier version did not write count as their defaults."""
+        summary does not record it."""
         if self.model is None:
             return None
         try:
@@ -90,8 +87,7 @@ class RunSummary(ProgramAndSettings, Outcome):
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Read a summary.json. Raises UserError if it cannot be read, naming the key if one is wrong. Keys of the recorded
-    `train` and `model` are checked, too (see `check_recorded`)."""
+    """Read a summary.json. Raises UserError if it is missing or wrong."""
     summary = parse_config(RunSummary, read_json_object(path), path)
     check_recorded(TrainConfig, summary.train, path, "train")
     check_recorded(ModelConfig, summary.model or {}, path, "model")
@@ -102,8 +98,8 @@ def summarize(
     run: str, meta: CheckpointMeta, model: ModelConfig, *, peak_memory_gib: float | None = None
 ) -> RunSummary:
     """Return the summary of the run named `run`, which ended in the state that `meta` records. `meta` must have the
-    device and the number of ranks, which files of earlier versions may lack. `peak_memory_gib` is the largest peak of
-    any device, in GiB, or None if it was not measured."""
+    device and the number of ranks. `peak_memory_gib` is the largest peak of any device, in GiB, or None if it was not
+    measured."""
     assert meta.device is not None
     assert meta.world_size is not None
     state = meta.state()

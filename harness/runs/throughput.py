@@ -1,6 +1,4 @@
-"""Speeds of training: how they are measured, to which train.json they apply, and their conversion into MFU and dollars.
-Does not import torch.
-"""
+"""Speeds of training: how they are measured, and their conversion into MFU and dollars. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,16 +13,14 @@ from harness.runs.train_config import Affects, keys_affecting
 # Keys of train.json that decide, with the model, the device and the number of ranks, how long a step takes.
 BATCH_KEYS, KERNEL_KEYS = keys_affecting(Affects.BATCH), keys_affecting(Affects.SPEED)
 # A speed is used for other runs only if it was measured over at least this many steps and seconds. The first steps of a
-# process are slower than the rest, and their times vary, because memory is being allocated, clocks and caches warm up,
-# and a step may have waited for another program.
+# process are slower than the rest, and their times vary.
 BELIEVED_STEPS = 20
 BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
     """The part of a run's training, or the steps of check_machine.py, over which the speed was measured. Throughout,
-    this program trained, and the device, the number of ranks, and train.json's keys for batch and kernels stayed the
-    same."""
+    the machine and train.json's keys for batch and kernels stayed the same."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -52,11 +48,11 @@ class Measured(BaseModel):
 
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any], *, same_batch: bool = False) -> bool:
-    """Return True if the two train.json `then` and `now` have the same kernels: equal values of all keys in KERNEL_KEYS
-    and of `batch_ramp`. With `same_batch`, all keys in BATCH_KEYS must be equal, too. On the same machine, a step with
-    the same model and batch then takes the same time. A key that is missing in `then` or `now` is not compared.
+    """Return True if a step of the same model and batch takes the same time with the train.json `then` and with `now`,
+    on the same machine. With `same_batch`, their keys for the batch must be equal, too. A key that is missing in `then`
+    or `now` is not compared.
 
-    `batch_ramp` is compared, because a speed that was measured during a ramp includes smaller batches.
+    `batch_ramp` is always compared, because a speed that was measured during a ramp includes smaller batches.
     """
     keys = (*KERNEL_KEYS, *(BATCH_KEYS if same_batch else ("batch_ramp",)))
     return all(then[key] == now[key] for key in keys if key in then and key in now)
@@ -90,10 +86,10 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s of a device in dense 16-bit matrix products, given the name that its driver reports.
-    Returns None for a device that is not in PEAK_FLOPS, for a slice of a GPU (MIG), and for a variant with fewer or
-    more units (Laptop, D, Ti)."""
+    """Return the peak FLOP/s of a device in dense 16-bit matrix products, given the name that its driver reports, or
+    None if it is not known."""
     words = re.split(r"[ -]", device_name)
+    # A slice of a GPU, or a variant with fewer or more units
     if not {"MIG", "Laptop", "D", "Ti"}.isdisjoint(words):
         return None
     return next((peak for known, peak in PEAK_FLOPS.items() if set(known.split()) <= set(words)), None)
@@ -119,8 +115,7 @@ def cost(seconds: float, price_per_hour: float) -> float:
 
 
 def cost_by_phase(seconds: Mapping[str, float], price_per_hour: float | None) -> dict[str, float] | None:
-    """Return the dollars of each phase, given its seconds, rounded to a millionth of a dollar as in summary.json.
-    Return None if there is no price."""
+    """Return the dollars of each phase, given its seconds, or None if there is no price."""
     if price_per_hour is None:
         return None
     return {phase: round(cost(spent, price_per_hour), 6) for phase, spent in seconds.items()}

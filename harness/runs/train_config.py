@@ -259,16 +259,14 @@ class TrainConfig(RunFile):
     @classmethod
     def _linear_to_zero(cls, raw: Any) -> Any:
         """Return `raw`. If the schedule is linear and `min_lr_ratio` is missing, add this key with the value 0, its
-        default for such a schedule. The key then counts as given, so that files that record only the given keys record
-        it, too."""
+        default for such a schedule, so that files that record only the given keys record it, too."""
         if isinstance(raw, dict) and raw.get("lr_schedule") == "linear" and "min_lr_ratio" not in raw:
             return {**raw, "min_lr_ratio": 0.0}
         return raw
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        """Return the configuration. Raises ValueError if keys contradict each other or are missing, or if a value is
-        not possible."""
+        """Raise ValueError if keys contradict each other or are missing, or if a value is not possible."""
         for keys in ALTERNATIVES:
             given = [f'"{key}"' for key in keys if key in self.model_fields_set and getattr(self, key) is not None]
             if len(given) > 1:
@@ -303,8 +301,7 @@ class TrainConfig(RunFile):
         return " + ".join(self.dataset_weights)
 
     def seed_of(self, use: Literal["init", "data", "dropout"]) -> int:
-        """Return the seed of the initial weights, of the order of the windows or of dropout: `random_seed`, unless
-        train.json gives this use a seed of its own."""
+        """Return the seed of the initial weights, of the order of the windows or of dropout."""
         own: int | None = getattr(self, f"{use}_seed")
         return self.random_seed if own is None else own
 
@@ -322,7 +319,7 @@ class TrainConfig(RunFile):
 
     @property
     def checkpoint_every(self) -> int:
-        """Global steps between checkpoints: `checkpoint_interval` or, if that is not given, `validation_interval`."""
+        """Global steps between checkpoints."""
         every = self.checkpoint_interval or self.validation_interval
         assert every is not None, "checked when the file was loaded"
         return every
@@ -352,12 +349,9 @@ class TrainConfig(RunFile):
         return [] if self.global_batch_size is None else [self.global_batch_size]
 
     def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
-        """Return the number of microbatches that each of `world_size` ranks runs per optimizer step.
-
-        `sequences` is the size of the global batch over all ranks. None means train.json's size (of a ramp, the last
-        one) or, if train.json gives none, its gradient_accumulation_steps. Raises UserError if the global batch is not
-        a whole number of microbatches on every rank.
-        """
+        """Return the number of microbatches that each of `world_size` ranks runs per optimizer step. `sequences` is the
+        size of the global batch over all ranks; None means train.json's (of a ramp, the last one). Raises UserError if
+        the global batch is not a whole number of microbatches on every rank."""
         if sequences is None:
             if not self.global_batches:
                 return self.gradient_accumulation_steps
@@ -469,11 +463,8 @@ def keys_affecting(kind: Affects) -> tuple[str, ...]:
 
 
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
-    """Read and check a train.json. Keys of the training program of Giles Thomas's lab notebook are replaced by this
-    program's keys (see `translate_upstream`). `has_experts` is True if the model is a mixture of experts.
-
-    Raises UserError if the file cannot be read, naming the key if one is wrong.
-    """
+    """Read and check a train.json. Keys of the lab notebook's program are replaced by this program's keys. Raises
+    UserError if the file is missing or wrong."""
     raw = read_json_object(path)
     try:
         return parse_config(TrainConfig, translate_upstream(raw, has_experts=has_experts), path)

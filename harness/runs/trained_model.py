@@ -38,9 +38,8 @@ IMPORTED = "imported"  # the name, in results, of the weights that `convert_hf.p
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The weights of a model, its configuration and its meta.json. The model may be a checkpoint of this program or of
-    Giles Thomas's lab notebook (harness/runs/upstream.py), an imported model, or any other weights with a
-    configuration."""
+    """The weights of a model, its configuration and its meta.json. The model may be a checkpoint, an imported model, or
+    any other weights with a configuration."""
 
     label: str  # its name in tables
     weights: Path
@@ -53,12 +52,10 @@ class TrainedModel:
         """Read the model in the folder `path`, or the model whose weights are the file `path`. The weights are not
         loaded; they are only hashed, if meta.json has a hash to compare theirs with.
 
-        The configuration is read from `model_json`. If `model_json` is None, it is read from the first of these files
-        that has it: model.json and meta.json beside the weights, model.json of the run directory that contains the
-        checkpoint. `label` is the model's name in tables. If it is None, it is RUN:CHECKPOINT for a run's checkpoint,
-        and otherwise the path of the weights. Prints a warning if a checkpoint's folder has no meta.json. Raises
-        UserError if there are no weights or no valid configuration, if meta.json cannot be read, or if the weights are
-        damaged. Raises OSError if the weights cannot be read.
+        If `model_json` is None, the configuration is read from the files beside the weights, or else from the run.
+        `label` is the model's name in tables; if it is None, it is RUN:CHECKPOINT or the path of the weights. Raises
+        UserError if there are no weights or no valid configuration, or if the weights are damaged. Raises OSError if
+        the weights cannot be read.
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():
@@ -100,8 +97,8 @@ class TrainedModel:
 
     @property
     def run(self) -> RunDirectory | None:
-        """The run directory that contains the weights, in a checkpoint or beside its model.json. None if the weights
-        are in no run directory. Any folder with a model.json counts as a run directory."""
+        """The run directory that contains the weights, in a checkpoint or beside its model.json, or None if there is
+        none. Any folder with a model.json counts as a run directory."""
         found = _place_in_run(self.weights)
         run = RunDirectory((found.run.path if found else self.weights.parent).resolve())
         return run if run.model_json.is_file() else None
@@ -109,33 +106,30 @@ class TrainedModel:
     @property
     def folder(self) -> Path:
         """Folder for files that commands make with the model: the run directory if the weights are in one and the
-        configuration is from a checkpoint's meta.json, else the folder of the file that the configuration was read
-        from."""
+        configuration is from a checkpoint's meta.json, else the folder of the configuration."""
         return self.run.path if self.run and self.config_source.name == META else self.config_source.parent
 
     @property
     def identity(self) -> tuple[str, str]:
-        """The model's configuration as JSON, and the path of its weights with links resolved. Two models with the same
-        identity are the same."""
+        """The model's configuration as JSON, and the path of its weights with links resolved."""
         return self.config.model_dump_json(), os.path.realpath(self.weights)
 
     @property
     def tokenizer_file(self) -> str | Path:
-        """The model's tokenizer: the file beside the weights that their meta.json names, or "gpt2". If none is named,
-        it is tokenizer.json if that exists, else "gpt2". Raises UserError if the name is not a plain file name."""
+        """The model's tokenizer: a file beside the weights, or "gpt2". Raises UserError if meta.json gives no plain
+        file name."""
         folder = self.weights.parent
         name = self.meta.get("tokenizer", "tokenizer.json" if (folder / "tokenizer.json").is_file() else "gpt2")
         return "gpt2" if name == "gpt2" else folder / check_name(str(name), f"{folder / META}: tokenizer")
 
     def tokenizer(self) -> Tokenizer:
-        """Load and return the model's tokenizer. Raises UserError as `tokenizer_file` and `load_tokenizer` do."""
+        """Load and return the model's tokenizer. Raises UserError if it cannot be loaded."""
         return load_tokenizer(self.tokenizer_file)
 
     @property
     def dataset(self) -> str | None:
-        """Name of the dataset that the model was trained on (of a mixture: the names, joined by " + "). It is read from
-        the meta.json beside the weights. If that does not name a dataset, as in the lab notebook's checkpoints, the
-        name is read from the train.json of the run that the weights belong to. None if neither gives it. Raises
+        """Name of the dataset that the model was trained on (of a mixture: the names, joined by " + "), or None if it
+        is not known. It is read from the meta.json beside the weights, or else from the run's train.json. Raises
         UserError if the train.json is not valid."""
         dataset = self.meta.get("dataset")
         if isinstance(dataset, dict) and "name" in dataset:
@@ -158,8 +152,7 @@ def _config_in(source: Path) -> ModelConfig:
 
 
 def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
-    """Return the one model that a command line names. Raises UserError as `find_models` does, and also if the command
-    line names several models."""
+    """Return the one model that a command line names, as `find_models` does. Raises UserError if it names several."""
     found = find_models(words, runs_dir)
     if len(found) > 1:
         raise UserError(f"{' '.join(words)}: {len(found)} models; give one, as RUN[:CHECKPOINT] or MODEL_JSON WEIGHTS")
@@ -170,10 +163,10 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
     """Return the models that a command line names, each by RUN[:CHECKPOINT], by MODEL_JSON WEIGHTS, by its folder, or
     by its weights file.
 
-    RUN may be a pattern like `lr-*`, or a run's path. Without a checkpoint, the model is `best`, or `latest` if there
-    is no best, or, for an imported model, the weights beside its model.json. Runs that match a pattern and do not have
-    the checkpoint are left out, with a line on standard error. Raises UserError if a model does not exist, or if no run
-    that matches a pattern has the checkpoint. Also raises UserError and OSError as `TrainedModel.read` does.
+    RUN may be a pattern like `lr-*`, or a run's path. Without a checkpoint, the model is `best`, or else `latest`, or
+    else the weights of an imported model. Runs that match a pattern and do not have the checkpoint are left out, with a
+    line on standard error. Raises UserError if a model does not exist or is damaged, and OSError if its weights cannot
+    be read.
     """
     found: list[TrainedModel] = []
     left = list(words)
@@ -202,15 +195,13 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
 
 
 def split_checkpoint(word: str) -> tuple[str, str | None]:
-    """Split RUN:CHECKPOINT into the run and the checkpoint, which is None if there is none. RUN may be a path. A colon
-    before the last slash does not count."""
+    """Split RUN:CHECKPOINT into the run and the checkpoint, which is None if there is none. RUN may be a path."""
     name, colon, checkpoint = word.rpartition(":")
     return (name, checkpoint) if colon and "/" not in checkpoint else (word, None)
 
 
 def _models_of(runs_dir: Path, name: str, checkpoint: str | None) -> list[TrainedModel]:
-    """Return the models of the runs that match `name`, a name or a pattern. Prints on standard error the names of the
-    runs without the checkpoint, if others have it. Raises NoCheckpointError if no run has it."""
+    """Return the models of the runs that match `name`, a name or a pattern."""
     found, missing = [], {}
     for run in RunDirectory.find_all(runs_dir, name):
         try:
@@ -259,8 +250,8 @@ def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
 
 
 def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -> None:
-    """Raise UserError if the tokenizer has more than `vocab_size` tokens, the model's number. It may have fewer. The
-    message names the folder of `weights`."""
+    """Raise UserError if the tokenizer has more than `vocab_size` tokens, the model's number. The message names the
+    folder of `weights`."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"{weights.parent}: its tokenizer has {tokenizer.vocab_size:,} tokens, but the model only "
@@ -281,9 +272,9 @@ class ModelInRun(NamedTuple):
 
 def model_in_run(weights: Path, config: ModelConfig | None = None) -> ModelInRun | None:
     """Return the run of a weights file, and a description of its checkpoint. The weights of an imported model count as
-    a checkpoint called IMPORTED. Return None if the file is in no run or is not the model.safetensors of its folder, or
-    if `config` is given and is not the recorded configuration. Reads the whole file for its hash. Raises OSError if it
-    cannot be read, and UserError if `config` is given but no valid configuration is recorded."""
+    a checkpoint called IMPORTED. Return None if the weights are not those of a run, or if `config` is given and is not
+    the recorded configuration. Reads the whole file for its hash. Raises OSError if it cannot be read, and UserError if
+    `config` is given but no valid configuration is recorded."""
     found = _place_in_run(weights)
     if found is None or os.path.realpath(found.folder / WEIGHTS) != os.path.realpath(weights):
         return None
@@ -303,8 +294,7 @@ def model_in_run(weights: Path, config: ModelConfig | None = None) -> ModelInRun
 
 
 def _recorded_config(folder: Path, run: RunDirectory) -> ModelConfig:
-    """Return the configuration in a checkpoint's meta.json or, if that has no valid one, in the run's model.json.
-    Raises UserError if model.json is not valid, either."""
+    """Return the configuration in a checkpoint's meta.json or, if that has no valid one, in the run's model.json."""
     with suppress(UserError):
         if isinstance(read_json_object(folder / META).get("model"), dict):
             return _config_in(folder / META)
@@ -317,10 +307,8 @@ class _PlaceInRun(NamedTuple):
 
 
 def _place_in_run(weights: Path) -> _PlaceInRun | None:
-    """Return the run, and the checkpoint's folder, that contain this weights file. For an imported model, which has no
-    train.json, both are the run's folder. Return None if the file is neither in a run's checkpoint nor an imported
-    model's weights. The path may lead through links: to a checkpoint (`best`), to the run's folder, or to its folder
-    `checkpoints`."""
+    """Return the run, and the checkpoint's folder, that contain this weights file, or None. For an imported model, both
+    are the run's folder. The path may lead through links."""
     for path in (Path(os.path.abspath(weights)), Path(os.path.realpath(weights))):
         folder, checkpoints = Path(os.path.realpath(path.parent)), path.parent.parent
         run = RunDirectory(checkpoints.parent)
@@ -349,7 +337,7 @@ def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun
 @contextmanager
 def warned_if_not_kept() -> Iterator[None]:
     """Print a warning instead of raising UserError, RunError or OSError if the body fails to write a measurement to a
-    run's results. The measurement may have taken minutes, and is not lost, because it is printed, too."""
+    run's results. The measurement is not lost, because it is printed, too."""
     try:
         yield
     except (UserError, RunError, OSError) as error:
@@ -365,7 +353,7 @@ def warned_if_not_kept() -> Iterator[None]:
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a draft folder for the body to fill; then rename the draft to `folder`, so that no incomplete folder has
-    that name (see `atomic_folder`).
+    that name.
 
     Raises UserError if `folder` is a link, or exists and is not an empty folder, and RunError if it cannot be written.
     """
@@ -383,10 +371,8 @@ def write_model(
     folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, tokenizer: str | Path, facts: dict[str, Any]
 ) -> None:
     """Write a new folder with a model: model.json, the weights, the tokenizer ("gpt2", or a file to copy), and a
-    meta.json that also holds `facts`. `tensors` are the weights by their names in published checkpoints.
-
-    Raises UserError and RunError as `new_folder` does.
-    """
+    meta.json that also holds `facts`. `tensors` are the weights by their names in published checkpoints. Raises
+    UserError and RunError as `new_folder` does."""
     with new_folder(folder) as draft:
         if isinstance(tokenizer, Path):
             shutil.copyfile(tokenizer, draft / tokenizer.name)

@@ -1,5 +1,5 @@
 """Files of the training program of Giles Thomas's lab notebook: the keys of its train.json, and its checkpoints. This
-project calls the program "upstream" or "the notebook". Our formats come from its train.json and checkpoints.
+project calls the program "upstream" or "the notebook".
 
 An upstream checkpoint holds model.safetensors, a short meta.json and, usually, optimizer.pt (AdamW's state dict) and
 scaler.pt.
@@ -38,15 +38,12 @@ PARTS = ("weight", "bias", "scale", "shift")
 
 
 def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
-    """Return `raw`, the contents of a train.json, with the keys that only upstream uses replaced by ours. If upstream's
-    schedule_learning_rate is false, warmup_period_percent is left out, because upstream ignores it then.
+    """Return `raw`, the contents of a train.json, with the keys that only upstream uses replaced by ours. Raises
+    ValueError, naming the key, if `raw` has upstream's key and our key for the same setting, or if a key of upstream
+    has an impossible value.
 
-    `has_experts` is true if the model is a mixture of experts. Upstream does not balance experts. So if the model has
-    experts and `raw` has any key that only upstream uses, the result has moe_router_loss_scale 0, unless `raw` itself
-    gives this scale.
-
-    Raises ValueError, naming the key, if `raw` has upstream's key and our key for the same setting, or if a key of
-    upstream that must be true or false has another value.
+    Upstream does not balance experts. So if the model has experts and `raw` has any key that only upstream uses,
+    moe_router_loss_scale is 0 unless `raw` gives it.
     """
     result = {key: value for key, value in raw.items() if key not in NOTEBOOK_KEYS}
     for old, key, values in SPELLINGS:
@@ -67,11 +64,11 @@ def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dic
 
 def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.Size]]) -> dict[str, dict[str, Tensor]]:
     """Return the optimizer state `saved` of an upstream checkpoint as a dict from our parameters' names to their
-    states. `saved` is the contents of optimizer.pt, AdamW's state dict, in which parameters are numbered.
+    states. `saved` is the contents of optimizer.pt, in which parameters are numbered.
 
     `shapes` gives the shape of each state tensor that the run's optimizer keeps for each parameter. The result has the
-    same keys and shapes, in fp32. Our model may fuse parameters that upstream keeps apart, such as query, key and
-    value; the state of a fused parameter is the concatenated state of its parts.
+    same keys and shapes, in fp32. States that upstream keeps apart, such as those of query, key and value, are
+    concatenated.
 
     Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError if `saved` is the state of another model or
     optimizer, or no state at all.
@@ -84,8 +81,8 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
     def place(name: str) -> tuple[int, ...]:
-        """Return the sort key of a parameter's name. Sorted by it, the names are in the order in which optimizer.pt of
-        the notebook's program numbers the parameters."""
+        """Return the sort key of a parameter's name, for the order in which upstream's optimizer.pt numbers the
+        parameters."""
         module, _, part = name.rpartition(".")
         first, _, inner = module.partition(".")
         block, _, layer = inner.partition(".")
