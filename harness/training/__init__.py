@@ -1,3 +1,2 @@
 """Parts that the training loop in ddp_train.py uses: start-up, the optimizer step, losses, evaluations on all ranks,
-saving and reports. Also the microbatch search (ddp_train.py -f) and the measurements of check_machine.py. No other
-package of `harness` imports this one."""
+saving and reports. Also the microbatch search (ddp_train.py -f) and the measurements of check_machine.py."""

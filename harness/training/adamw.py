@@ -15,17 +15,15 @@ from harness.training.zero1 import NamedState, Shard, StatePartition, StateShape
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the model that require gradients, by name. If the head is tied to the token embedding,
-    their common parameter has only the embedding's name."""
+    """Return the parameters of the model that require gradients, by name. A head tied to the token embedding has only
+    the embedding's name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def adamw_groups(
     model: nn.Module, config: TrainConfig, parameters: dict[str, nn.Parameter]
 ) -> dict[tuple[float, float], dict[str, nn.Parameter]]:
-    """Return `parameters` in groups, by (peak learning rate, weight decay). Each group maps names to parameters.
-    `config` can give the head, embeddings, vectors and other matrices different rates, and exempt vectors from decay. A
-    tied head has the embeddings' rate."""
+    """Return `parameters` in groups, by (peak learning rate, weight decay). A tied head has the embeddings' rate."""
     embeddings: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[tuple[float, float], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -43,8 +41,7 @@ def adamw_groups(
 class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with torch's fused kernel, which can skip a step on the device.
 
-    Weight decay applies to every parameter, or with `decay_all_parameters: false` to matrices only. A rank keeps the
-    moments of only those shards that `partition` assigns to it (see zero1.py), and updates only those. `set_factors`,
+    A rank keeps the moments of only those shards that `partition` assigns to it, and updates only those. `set_factors`,
     `update` and `load_named_state` must be called on every rank.
     """
 
@@ -79,18 +76,17 @@ class AdamW(torch.optim.AdamW):
         super().__init__(torch_groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
     def set_factors(self, rate_factor: float, decay_factor: float = 1.0) -> None:
-        """Set each group's learning rate to `rate_factor` times its peak, and its weight decay to `decay_factor`
-        times the decay that `adamw_groups` gave it."""
+        """Set each group's learning rate to `rate_factor` times its peak, and its weight decay to `decay_factor` times
+        its full value."""
         for group in self.param_groups:
             group["lr"] = group["peak_learning_rate"] * rate_factor
             group["weight_decay"] = group["full_weight_decay"] * decay_factor
 
     def update(self, skipped: Tensor, clip_divisor: Tensor | None) -> None:
         """Update this rank's shards with their gradients, divided by `clip_divisor` unless it is None. If `skipped` is
-        1, change neither weights nor state; if it is 0, update them. Both arguments are fp32 scalars on the device.
+        1, change neither weights nor state. Both arguments are fp32 scalars on the device.
 
-        The fused kernel reads `clip_divisor` from the attribute `grad_scale`, and `skipped` from `found_inf`, as in
-        torch.amp.GradScaler.step.
+        The fused kernel reads the attributes `grad_scale` and `found_inf`, as in torch.amp.GradScaler.step.
         """
         if self.partition.size > 1:
             for shard, tensor in self._own.items():
@@ -105,9 +101,7 @@ class AdamW(torch.optim.AdamW):
                 tensor.grad = None
 
     def state_shapes(self) -> StateShapes:
-        """Return the shapes of the tensors that `named_state` returns on rank 0 after a step, by parameter name and
-        key. They are the same for a sharded state: a scalar for the step count, and the parameter's shape for the
-        moments."""
+        """Return the shapes of the whole state's tensors, by parameter name and key."""
         return {
             name: {"step": torch.Size(), **dict.fromkeys(MOMENTS["adamw"], parameter.shape)}
             for name, parameter in self.parameters.items()
@@ -117,9 +111,9 @@ class AdamW(torch.optim.AdamW):
         """Return the whole optimizer state by parameter name, in fp32, on rank 0. On other ranks, and as long as no
         update was made and no state was loaded, return an empty dict.
 
-        The state is copied into `into`, which is returned. On rank 0, `into` must have tensors in host memory with the
-        shapes of `state_shapes`; on other ranks it is an empty dict. Every parameter must have had a gradient. On a
-        GPU, the copies may still be running when this method returns. Collective if the state is sharded.
+        The state is copied into `into`: on rank 0, tensors in host memory with the shapes of `state_shapes`; on other
+        ranks, an empty dict. Every parameter must have had a gradient. On a GPU, the copies may still be running when
+        this method returns. Collective if the state is sharded.
         """
         if not self._has_state or (self.partition.size == 1 and not world.is_main):  # not sharded: rank 0 has it all
             return {}
@@ -128,11 +122,8 @@ class AdamW(torch.optim.AdamW):
         return into
 
     def load_named_state(self, saved: NamedState) -> None:
-        """Load the whole state, as `named_state` returns it on rank 0. Every rank must be given the whole state, and
-        keeps the part that `partition` assigns to it. Settings such as learning rates are not part of the state.
-
-        Raises ValueError (see `check_state`) if the state does not fit this optimizer's parameters.
-        """
+        """Load the whole state, as `named_state` returns it on rank 0. Every rank must be given the whole state. Raises
+        ValueError if it does not fit this optimizer's parameters."""
         check_state(saved, self.state_shapes())
         for shard, tensor in self._own.items():
             # Use the same string objects as torch for the keys. For an equal string that is another object, pickle

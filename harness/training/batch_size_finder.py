@@ -1,12 +1,4 @@
-"""Search for the largest microbatch that fits into a device's memory (ddp_train.py -f).
-
-A microbatch size fits if optimizer steps with it run on every rank, under a memory limit, without an out-of-memory
-error. The steps are real ones, of the run's model on the run's data. On a GPU they run in this process. On a CPU they
-run in a child process, because a library whose allocation fails may end its process without raising an error.
-
-The size grows until a microbatch does not fit. Then the search bisects. Guesses from a line through the memory peaks
-measured so far shorten the search.
-"""
+"""Search for the largest microbatch that fits into a device's memory (ddp_train.py -f)."""
 
 from __future__ import annotations
 
@@ -71,11 +63,8 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     train.json to the largest size that training accepts, up to the size found. Collective: joins the other ranks, and
     leaves them at the end.
 
-    Raises RunError if not even one sequence fits. Raises UserError as `fetch_data` and `largest_with_data` do, if the
-    train split has token ids outside the model's vocabulary, if training is not possible on this device with the
-    settings in train.json, or if the device is a CPU and the system is not Linux. With `write`, also raises UserError
-    if train.json cannot be changed, or if training would refuse every size up to the one found. Raises errors as
-    `World.join` does.
+    Raises RunError if not even one sequence fits. Raises UserError if the data, the settings or this machine do not
+    allow the search, or if train.json cannot be changed.
     """
     world, config = World.join(), experiment.config
     if write:  # before a search that may take minutes
@@ -105,9 +94,8 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     meta = world.on_rank0(find_start)
 
     def refusal(size: int) -> str | None:
-        """Return the message of the error with which training would refuse a microbatch of `size`, or None if training
-        would accept it. A larger microbatch can need more tokens than a split has (after the checkpoint from which
-        training resumes), or leave fewer steps than the warm-up has."""
+        """Return the error message with which training would refuse a microbatch of `size`, or None if it would accept
+        it. A larger microbatch can need more tokens than a split has, or leave fewer steps than the warm-up has."""
         try:
             make_plan(replace(experiment, config=config.model_copy(update={"microbatch_size": size})), world.size, meta)
         except UserError as error:
@@ -152,12 +140,8 @@ class MicrobatchSearcher:
         self._step: OptimizerStep | None = None
 
     def find(self, ceiling: int) -> int:
-        """Return the largest microbatch size of at most `ceiling` sequences that was found to fit. If the model is
-        compiled, sizes larger by up to 1 / COMPILED_FINENESS may fit, too. On a CPU the search stops once
-        SEARCH_SECONDS have passed and a size fits; in that case much larger sizes may fit. Collective.
-
-        Raises RunError if not even one sequence fits. Also raises errors as `fits` does.
-        """
+        """Return the largest microbatch size of at most `ceiling` sequences that was found to fit. Collective. Raises
+        RunError if not even one sequence fits."""
         rough = {"growth": COMPILED_GROWTH, "fineness": COMPILED_FINENESS} if self.compiles else {}
         found = largest_that_fits(self.fits, ceiling, self.guess, **rough)
         if not found:
@@ -170,8 +154,7 @@ class MicrobatchSearcher:
     def fits(self, microbatch_size: int) -> bool:
         """Return True if optimizer steps with this microbatch run on every rank, under the memory limit, without an
         out-of-memory error. On a CPU, return False without trying the size if SEARCH_SECONDS have passed and a smaller
-        size fits. Prints the result on rank 0. Collective. Raises errors as `_try_in_child` does on a CPU, and as
-        `_try` does on a GPU."""
+        size fits. Collective."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if any(self.world.gather(is_late and bool(self.peaks))):
             self.remark = f"A larger microbatch may fit; the search ended after {SEARCH_SECONDS:,.0f} s"
@@ -189,30 +172,23 @@ class MicrobatchSearcher:
         return fits_everywhere
 
     def guess(self) -> int | None:
-        """Return an estimate of the largest size that fits on every rank. Each rank computes the size at which its
-        `line` reaches the usable memory, and the smallest of these sizes is returned. Returns None if a rank has no
-        line, or if its size is not in 1 .. 2**31 - 1. Collective."""
+        """Return an estimate of the largest size that fits on every rank, or None if a rank cannot estimate it.
+        Collective."""
         line = self.line()
         size = (self.limit.usable_bytes - line[1]) / line[0] if line else 0.0
         return min(self.world.gather(int(size) if 0 < size < 2**31 else 0)) or None
 
     def line(self) -> tuple[float, float] | None:
         """Return slope (bytes per sequence) and intercept (fixed bytes) of the least-squares line of memory peak
-        against microbatch size, through the sizes in `peaks`. Returns None if there are fewer than two sizes, or if the
-        line does not rise."""
+        against microbatch size. Returns None if there are fewer than two sizes, or if the line does not rise."""
         if len(self.peaks) < 2:
             return None
         slope, intercept = statistics.linear_regression(list(self.peaks), list(self.peaks.values()))
         return (slope, intercept) if slope > 0 else None
 
     def _try(self, microbatch_size: int) -> int | None:
-        """Run optimizer steps with this microbatch. Return the peak bytes of this rank's memory (see
-        `peak_of_limited_memory`), or None if this rank ran out of memory.
-
-        Raises UserError if the steps fail because the model cannot be compiled, has an operation that `deterministic`
-        does not allow, or has no working attention kernel on this device. Also raises UserError as `_build_step` does.
-        Other errors are not changed.
-        """
+        """Run optimizer steps with this microbatch. Return the peak bytes of this rank's memory, or None if this rank
+        ran out of memory."""
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
         try:
@@ -229,8 +205,8 @@ class MicrobatchSearcher:
         return peak_of_limited_memory(self.world.device)
 
     def _train(self, microbatch_size: int) -> None:
-        """Run optimizer steps at learning rate 0: STEPS on a GPU, two on a CPU. On a CPU, rank 0 also saves a
-        checkpoint after the first step. Validation is not run, because it never needs more memory than training.
+        """Run optimizer steps at learning rate 0. On a CPU, rank 0 also saves a checkpoint after the first step.
+        Validation is not run, because it never needs more memory than training.
 
         On a CPU a step takes seconds or minutes. So the first step there, which creates the optimizer's state, has
         microbatches of one sequence. With a compiled model they are full, because another size would be compiled
@@ -239,9 +215,7 @@ class MicrobatchSearcher:
         The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
         the others waiting. In training on several ranks, gradients are in DDP's buckets, which exist during every
         forward pass. The bare model has gradients during a forward pass only from a step's second microbatch on. So a
-        step has two microbatches here if training has several ranks or several microbatches per step; otherwise it has
-        one. While DDP rearranges its buckets, it has a second set of them. That set is not counted, because no
-        activations exist at that time.
+        step has two microbatches here if training has several ranks or several microbatches per step.
         """
         device = self.world.device
         if self._step is None:
@@ -265,7 +239,7 @@ class MicrobatchSearcher:
 
     def _save(self, step: OptimizerStep) -> object:
         """Copy the tensors of a checkpoint as training does, and write them to a temporary folder. Returns the copy if
-        training keeps it in memory (train.json's `async_checkpoint`), else None."""
+        training keeps it in memory, else None."""
         keep = self.experiment.config.async_checkpoint
         copies = HostCopies(self.world.device, keep=keep)
         copied = copy_state(step, self.alone, copies)
@@ -276,7 +250,7 @@ class MicrobatchSearcher:
 
     def _build_step(self) -> OptimizerStep:
         """Return a step without DDP, in the precision in which training would start or resume, with this rank's share
-        of the optimizer's state. Raises UserError if this device cannot compute what train.json demands."""
+        of the optimizer's state."""
         experiment, world = self.experiment, self.world
         latest = None
         with suppress(UserError, RunError):  # training will report the error
@@ -288,8 +262,7 @@ class MicrobatchSearcher:
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
         """Return the result of `_try` from a child process, whose writable memory is limited. Returns None if the child
-        ended without a result, which is taken for a lack of memory. Raises the errors of `_try`: a UserError or
-        RunError as it is, any other as a RuntimeError with the child's traceback."""
+        ended without a result: a library whose allocation fails may end its process without raising an error."""
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
 
@@ -323,10 +296,7 @@ class MicrobatchSearcher:
 
     def report(self, found: int, *, is_all_data: bool) -> None:
         """Print the size found, the measured memory and the limit, and write the result of the search into the run's
-        folder. `is_all_data` is true if the data or the global batch allow no larger microbatch. Rank 0 only.
-
-        If the result cannot be written, prints a warning and raises no error, because the result has been printed.
-        """
+        folder. `is_all_data` is true if the data or the global batch allow no larger microbatch. Rank 0 only."""
         print(f"Max microbatch size was {found}")
         if self.remark:
             print(self.remark)
@@ -354,7 +324,7 @@ class MicrobatchSearcher:
             "usable_gib": self.limit.usable_bytes / GIB,  # the part of limit_gib that a peak may reach
             "largest": found,
             "smallest_failed": min(self.failed, default=None),
-            "is_all_data": is_all_data,  # the data or the global batch allow no larger microbatch
+            "is_all_data": is_all_data,
             "tried": [{"microbatch_size": size, "gib": peak / GIB} for size, peak in self.peaks.items()],
             "accumulation_steps": self.accumulation_steps,
             "compiled": self.compiles,
@@ -375,17 +345,13 @@ def largest_that_fits(
     growth: int = 2,
     fineness: float = math.inf,
 ) -> int:
-    """Return the largest size in 1 .. `ceiling` for which `fits(size)` is true, or 0 if there is none. The size grows
-    by the factor `growth` until it does not fit. Then the search bisects. The returned size may be too small, by at
-    most 1 / `fineness` of it.
+    """Return the largest size in 1 .. `ceiling` for which `fits(size)` is true, or 0 if there is none. `fits` must be
+    true up to some size and false for every larger one. The returned size may be too small, by at most 1 / `fineness`
+    of it.
 
-    `fits` must be true up to some size and false for every larger one. It is called at most once for each size. The
-    first size is 1, and no size is more than `growth` times the largest that is known to fit.
-
-    `guess` returns an estimate of the result from the calls of `fits` so far, or None. A size at or near the estimate
-    is tried next, in place of the size that growth or bisection would give. An estimate is ignored if it is not close
-    to the sizes that may be tried next, or if these are few. Good estimates make the search shorter, and bad ones make
-    it only a little longer.
+    The size grows by the factor `growth` until it does not fit. Then the search bisects. `guess` returns an estimate of
+    the result from the calls of `fits` so far, or None. Good estimates make the search shorter, and bad ones make it
+    only a little longer.
     """
     low, high, guesses = 0, ceiling + 1, 0  # the largest size known to fit, and the smallest known not to fit
     while high - low > max(1, low // fineness):
@@ -410,14 +376,8 @@ def largest_that_fits(
 
 
 def largest_with_data(experiment: Experiment, world: World, data: TrainingData) -> int:
-    """Return the largest microbatch, in sequences, for which training may read enough tokens (see
-    `Experiment.available_tokens`) for all microbatches of one step. If train.json sets the global batch, only one
-    microbatch per rank is counted, and the result is at most one rank's part of the global batch, or with a ramp, of
-    the smallest one.
-
-    Raises UserError if there are too few tokens even for microbatches of 1, or if a global batch is not a multiple of
-    the number of ranks.
-    """
+    """Return the largest microbatch, in sequences, that the train split and train.json's global batches allow. Raises
+    UserError if they allow none on this number of ranks."""
     config = experiment.config
     # All passes that `epochs` allows count. The last token is only a target, so it is subtracted below.
     there = experiment.available_tokens(data.lengths("train"))
@@ -439,8 +399,8 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
 
 
 def write_microbatch_size(path: Path, size: int) -> None:
-    """Change the value of `microbatch_size` in the train.json at `path`, and nothing else in the file. The key may have
-    its other name there, `minibatch_size`. Raises UserError if the key is written with an escape (\\u0062 for b)."""
+    """Change the value of `microbatch_size` in the train.json at `path`, and nothing else in the file. Raises UserError
+    if the key is written with an escape (\\u0062 for b)."""
     with path.open(encoding="utf-8", newline="") as file:  # keeps the file's line endings
         text = file.read()
     pattern = r'("(?:micro|mini)batch_size"\s*:\s*)\d+'

@@ -1,6 +1,5 @@
-"""Charts of a run during training, drawn in a separate process. Drawing takes half a second of Python code. In the
-training process, even in a thread, this code would hold the interpreter's lock and keep a GPU waiting for its next
-kernels."""
+"""Charts of a run during training, drawn in a separate process. In the training process, even in a thread, drawing
+would hold the interpreter's lock and keep a GPU waiting for its next kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class ChartProcess:
 
     def draw(self) -> None:
         """Start to draw the chart from the metrics so far, and return at once. If an earlier chart is still being
-        drawn, do not start; `finish` will then draw the newest metrics."""
+        drawn, leave the newest metrics to `finish`."""
         self._is_stale = self._process is not None and self._process.poll() is None
         if self._is_stale:
             return
@@ -48,8 +47,7 @@ class ChartProcess:
             self._warn(f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error))
 
     def finish(self, seconds: float) -> None:
-        """Wait until the chart shows the newest metrics or drawing has failed. After `seconds`, kill the process that
-        draws, and warn."""
+        """Wait until the chart shows the newest metrics or drawing has failed, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self._process is not None:
             try:
@@ -65,8 +63,7 @@ class ChartProcess:
                 self.draw()
 
     def _close(self) -> None:
-        """Wait for the process to end. If it has failed, warn with the last line that it printed or, if a signal ended
-        it or it printed nothing, with its status."""
+        """Wait for the process to end, and warn if it has failed."""
         if self._process is not None:
             _, printed = self._process.communicate()
             status, lines = self._process.returncode, printed.strip().splitlines()

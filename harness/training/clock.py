@@ -27,7 +27,7 @@ class Clock:
 
     def add(self, seconds: dict[str, float], dollars: dict[str, float]) -> None:
         """Add the seconds and dollars, by phase, that the run spent before it was resumed. If `dollars` is empty, these
-        seconds are counted at today's price, if there is one."""
+        seconds are counted at today's price."""
         for phase in self.seconds:
             self.seconds[phase] += seconds.get(phase, 0.0)
         for phase, spent in dollars.items():

@@ -1,11 +1,8 @@
 """Compiled code, kept in the run's folder, so that a later start on another machine or after a reboot compiles nothing.
 
-On a GPU, torch.compile takes one to seven minutes. torch keeps its results in folders of the machine, which are
-temporary by default. `CompileCache` packs them into files.
-
-Loading such a file can execute any code: torch unpickles it and runs the programs in it. A run's folder may come from
-somebody else. So every file is signed with a secret of this user, and a file without the right signature is not loaded.
-A start on another machine loads the files only if the secret is the same there (see `_secret`).
+Loading such a file can execute any code, and a run's folder may come from somebody else. So every file is signed with a
+secret of this user, and a file without the right signature is not loaded. A start on another machine loads the files
+only if the secret is the same there (see `_secret`).
 """
 
 from __future__ import annotations
@@ -73,9 +70,8 @@ class CompileCache:
         return cls(folder, key, world.local_rank, writes=world.rank == world.local_rank)
 
     def load(self) -> None:
-        """Give the files' contents to torch, up to the first file that is missing or damaged or has no signature of
-        this user. Torch compiles what is in the other files, as it does without a cache. Raises no error, not even if
-        this user's secret cannot be read."""
+        """Give the files' contents to torch, up to the first file that is missing, damaged or not signed by this user.
+        Raises no error."""
         with suppress(Exception):  # whatever is wrong with a file, this run can do without it
             while self.parts < MOST_PARTS:
                 content = self.path.read_bytes()
@@ -87,8 +83,7 @@ class CompileCache:
 
     def save(self) -> None:
         """Write to the next file what torch has compiled, or taken from its own cache, since the last file was written.
-        Rank 0 then removes files of old keys. Does nothing if there is nothing new, if there are MOST_PARTS files, or
-        on a rank that does not write. If writing fails, this rank writes no more, and if it is rank 0, it warns."""
+        Rank 0 then removes files of old keys. Raises no error if writing fails."""
         if not self.writes or self.parts == MOST_PARTS or not CacheArtifactManager.need_serialize():
             return
         artifacts = torch.compiler.save_cache_artifacts()
@@ -118,8 +113,7 @@ class CompileCache:
         return self.folder / f"{self.name}-{self.parts}.bin"
 
     def _sign(self, packed: bytes) -> bytes:
-        """Return the signature of the next file with these contents. Raises OSError or RuntimeError as `_secret`
-        does."""
+        """Return the signature of the next file with these contents."""
         return hmac.digest(_secret(), self.path.name.encode() + b"\0" + packed, "sha256")
 
     def _remove_old_keys(self) -> None:
@@ -134,14 +128,13 @@ class CompileCache:
 
 
 def _names(found: CacheInfo | None) -> set[tuple[str, str]]:
-    """Return (kind, key) of each result of compilation that `found` lists, or an empty set if it is None."""
+    """Return (kind, key) of each result of compilation that `found` lists."""
     return {(kind, key) for kind, keys in (found.artifacts if found else {}).items() for key in keys}
 
 
 def _secret() -> bytes:
-    """Return this user's secret: the value of the environment variable that CACHE_SECRET names or, if it is not set,
-    the contents of SECRET_FILE in the user's cache, which is made if it is missing. Raises OSError if the file cannot
-    be read or made, or is not SECRET_BYTES long. Raises RuntimeError if this user has no home directory."""
+    """Return this user's secret: the value of the environment variable that CACHE_SECRET names, else the contents of
+    SECRET_FILE in the user's cache, which is made if it is missing."""
     if given := os.environ.get(CACHE_SECRET):
         return given.encode()
     path = user_cache() / SECRET_FILE

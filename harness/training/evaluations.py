@@ -34,8 +34,7 @@ class Evaluations:
 
     def __init__(self, prepared: PreparedRun, world: World, step: OptimizerStep, stop: StopRequest) -> None:
         """Open the validation splits and load the benchmarks, if train.json asks for them. Collective. Raises UserError
-        if a benchmark or the tokenizer for it cannot be loaded, or if the tokenizer has token ids outside the model's
-        vocabulary."""
+        if a benchmark or its tokenizer cannot be used."""
         self.world = world
         self.config = prepared.experiment.config
         self.tokenizer_file = prepared.data.tokenizer
@@ -70,9 +69,7 @@ class Evaluations:
 
     def validation_loss(self, step: int) -> tuple[float, dict[str, float]]:
         """Return the mean loss (nats per token) over train.json's validation sequences after global step `step`. Also
-        return the mean loss on each dataset of a mixture, by its name, except those without sequences; for a single
-        dataset the dict is empty. A mean is not finite if the loss of one of its microbatches is not.
-        `validation_ranks` decides whether rank 0 alone computes the losses or all ranks share the work.
+        return the mean loss on each dataset of a mixture, by its name; for a single dataset the dict is empty.
 
         Raises RunStopped on every rank if a reason to stop interrupts the evaluation on any rank. It is interrupted
         because torchrun kills ranks 30 seconds after a signal.
@@ -88,8 +85,7 @@ class Evaluations:
         return float(np.average([*losses.values()], weights=counts)), losses
 
     def _loss(self, loader: TokenLoader, sequences: int, place: Place) -> float:
-        """Return the mean loss over the first `sequences` windows of a loader. `place` is that of SharedWork.
-        Collective. Raises RunStopped as `validation_loss` does."""
+        """Return the mean loss over the first `sequences` windows of a loader."""
         work = SharedWork(self.world, self.config.validation_ranks == "all", self.stop, place)
         size = self.config.microbatch_size
 
@@ -105,10 +101,7 @@ class Evaluations:
 
     def benchmark_scores(self, step: int) -> list[Score]:
         """Return the scores of train.json's benchmarks after global step `step`. If they cannot be computed, warn and
-        return an empty list.
-
-        Raises RunStopped on every rank if a reason to stop interrupts the evaluation on any rank.
-        """
+        return an empty list. Raises RunStopped on every rank if a reason to stop interrupts any rank."""
         work = SharedWork(self.world, True, self.stop, Place(step, "benchmarks"))
         assert self.tokenizer is not None
         try:
@@ -121,8 +114,8 @@ class Evaluations:
             return []
 
     def sample(self) -> str | UserError | RunError:
-        """Return train.json's `sample_prompt`, continued by the current model with up to SAMPLE_TOKENS tokens. If a
-        UserError or RunError is raised, return it. Collective."""
+        """Return train.json's `sample_prompt`, continued by the current model with up to SAMPLE_TOKENS tokens, or the
+        error that prevented it."""
         prompt = self.config.sample_prompt
         assert prompt is not None
 
@@ -139,8 +132,7 @@ class Evaluations:
 
 
 class EvaluationFailed(Exception):  # noqa: N818 - the run continues
-    """Error that every rank raises if one rank could not evaluate the benchmarks. The rank that failed sends this error
-    to the other ranks in place of its results."""
+    """Error that every rank raises if one rank could not evaluate the benchmarks."""
 
     @classmethod
     def because_of(cls, error: Exception) -> EvaluationFailed:
@@ -148,9 +140,9 @@ class EvaluationFailed(Exception):  # noqa: N818 - the run continues
 
 
 def evaluate_batches(work: SharedWork, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
-    """Return `evaluate(batch)` for each of a benchmark's batches, in order, on every rank. Each of N ranks evaluates
-    every N-th batch. Collective. If a reason to stop interrupts any rank, raises RunStopped on every rank. If any
-    rank failed, raises EvaluationFailed on every rank."""
+    """Return `evaluate(batch)` for each of a benchmark's batches, in order, on every rank. The ranks share the work.
+    Collective. Raises, on every rank, RunStopped if a reason to stop interrupts any rank, and EvaluationFailed if any
+    rank fails."""
 
     def results(indexes: Iterator[int]) -> list[Any] | EvaluationFailed:
         try:
@@ -166,11 +158,9 @@ def evaluate_batches(work: SharedWork, evaluate: Callable[[Any], Any], batches: 
 def scores_over_ranks(
     benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int, work: SharedWork
 ) -> list[Score]:
-    """Return the scores of benchmarks on the first `limit` examples of each task. The result is the same on every rank.
-
-    Collective. If a reason to stop interrupts any rank, raises RunStopped on every rank. If the scores cannot be
-    computed, raises EvaluationFailed on every rank.
-    """
+    """Return the scores of benchmarks on the first `limit` examples of each task, on every rank. Collective. Raises, on
+    every rank, RunStopped if a reason to stop interrupts any rank, and EvaluationFailed if the scores cannot be
+    computed."""
     try:
         results = run(benchmarks, replace(scorer, each_batch=partial(evaluate_batches, work)), tokenizer, limit=limit)
     except (EvaluationFailed, RunError):  # these reach every rank without another call

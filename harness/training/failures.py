@@ -14,10 +14,9 @@ from harness.model.kernels import explain_failed_attention, explain_nondetermini
 
 @contextmanager
 def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None]:
-    """Context manager that explains failures. An out-of-memory error on this rank becomes RunError. An operation that
-    `deterministic` does not allow and a failed attention kernel become UserError. All three messages say what to do. If
-    the connection to another rank is lost, raises PeerError, or RunStopped if a signal has asked this rank to stop. If
-    another rank cannot be reached or does not answer in time, raises RunError."""
+    """Context manager that explains failures of the device. Raises RunError if it is out of memory, and UserError if an
+    attention kernel fails or `deterministic` does not allow an operation. Raises PeerError if the connection to another
+    rank is lost, or RunStopped if a signal has asked this rank to stop."""
     try:
         with connection_errors_as_peer_errors():
             yield

@@ -1,5 +1,4 @@
-"""Mean training loss of the steps since the last report, over all ranks, and what is reported with it. Sums are kept on
-the device, so that no step waits for them."""
+"""Mean training loss of the steps since the last report, over all ranks, and what is reported with it."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ class LossMeter:
         self._expert_tokens = torch.zeros(experts, dtype=torch.float64, device=device)
 
     def add(self, step: StepResult) -> None:
-        """Add the result of a step, without waiting for the device."""
+        """Add the result of a step."""
         values, losses, skipped = self._values, step.losses_A, step.skipped.double()
         row = (values[self.ROW] + skipped) * skipped
         self._values = torch.stack(
@@ -74,9 +73,9 @@ class LossMeter:
         self._values.cpu()
 
     def reduce(self, world: World, own_seconds: float = 0.0) -> TrainMetrics:
-        """Wait for the device, combine the values of all ranks, and reset the meter, except for the number of
-        consecutive skipped steps. `own_seconds` is this rank's entry of the result's `own_seconds`. Returns the same
-        metrics on every rank, with `microbatches` 0 if all meters are empty. Collective."""
+        """Wait for the device, combine the values of all ranks, and reset the meter. `own_seconds` is this rank's entry
+        of the result's `own_seconds`. Returns the same metrics on every rank, with `microbatches` 0 if all meters are
+        empty. Collective."""
         states, seconds = zip(*world.gather((self.state(), own_seconds)), strict=True)
         columns = list(zip(*states, strict=True))
         sums, counts, minima, maxima, norms, skipped, rows, longest = columns[: len(self.EMPTY)]
@@ -106,15 +105,14 @@ class LossMeter:
         )
 
     def state(self) -> list[float]:
-        """Return this rank's values since the last report, for a checkpoint between two reports: those at the indices
-        SUM to LONGEST_ROW, then the experts' tokens by block and expert. Waits for the device."""
+        """Return this rank's values since the last report, for a checkpoint: those at the indices SUM to LONGEST_ROW,
+        then the experts' tokens by block and expert. Waits for the device."""
         return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
     def load_state(self, ranks: list[list[float]]) -> None:
-        """Replace this meter's values by those that `state` returned on one or more ranks, combined. `ranks` holds this
-        rank's values alone or, if the number of ranks has changed, those of all earlier ranks. In the latter case only
-        rank 0 may load them: `reduce` adds up the ranks' losses, and takes norm and skipped steps from rank 0. Raises
-        ValueError if a rank does not have as many values as this meter."""
+        """Replace this meter's values by those that `state` returned on one or more ranks, combined. If the number of
+        ranks has changed, rank 0 alone must load those of all earlier ranks. Raises ValueError if a rank does not have
+        as many values as this meter."""
         # Values from NORM on, except for the experts' tokens, are the same on all ranks, so those of rank 0 are used.
         columns, own = list(zip(*ranks, strict=True)), len(self.EMPTY)
         if len(columns) != own + self._expert_tokens.numel():

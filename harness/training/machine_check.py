@@ -2,8 +2,7 @@
 all-reduce, the disk, a download, and the training step of a run (check_machine.py).
 
 All ranks measure their devices at the same time, because they also train at the same time. A rate is the mean over a
-period of time, not the best, because a device that slows down after a while, as a hot one does, is slow in training. If
-a rank is slow, all measure again, because another program may have slowed it for a moment; a bad device stays slow.
+period of time, not the best, because a device that slows down when it is hot is slow in training.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class DeviceRates:
 def report_machine(experiment: Experiment | None, folder: Path) -> None:
     """Measure this machine and print its rates; `folder` is where checkpoints go. With an experiment, also measure its
     training. Collective: joins the other ranks, and leaves them at the end. Raises RunError if a rank is slow or a
-    measurement other than the download fails. Raises UserError if this machine cannot compute what train.json demands,
-    or if its memory cannot hold the model's weights. Raises errors as `World.join` does."""
+    measurement other than the download fails, and UserError if this machine cannot train the experiment."""
     world = World.join()
 
     def show(text: str) -> None:
@@ -118,8 +116,7 @@ def report_machine(experiment: Experiment | None, folder: Path) -> None:
 
 @contextmanager
 def naming_the_rank(world: World) -> Iterator[None]:
-    """Context manager for all measurements. Raises RunError, with rank, host and device, for a RuntimeError or
-    MemoryError in its body. Raises PeerError or RunError as `connection_errors_as_peer_errors` does."""
+    """Context manager that raises RunError, with rank, host and device, if a measurement fails."""
     try:
         with connection_errors_as_peer_errors():
             yield
@@ -174,7 +171,7 @@ def wait_for(device: torch.device) -> None:
 
 def measure_devices(world: World) -> tuple[list[DeviceRates], list[str]]:
     """Return the rates of every rank's device, and a text for each rate that was slow in all of ROUNDS measurements.
-    Collective."""
+    Another program may slow a rank for a moment; a bad device stays slow. Collective."""
     rates = world.gather(measure_device(world))
     slow = slow_rates(rates)
     for _ in range(ROUNDS - 1):
@@ -191,7 +188,7 @@ def measure_devices(world: World) -> tuple[list[DeviceRates], list[str]]:
 
 def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
     """Return by how much each slow rate is below the median of all ranks (0.25: by a quarter), by rank and name of the
-    rate. A rate is slow if it is below the median times its factor in SLOW."""
+    rate."""
     found: dict[tuple[int, str], float] = {}
     for what, least in SLOW.items():
         values = {rank: value for rank, each in enumerate(rates) if (value := getattr(each, what)) is not None}
@@ -201,9 +198,8 @@ def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
 
 
 def describe_disk(folder: Path) -> str:
-    """Write a file in `folder` to its disk and read it, each for up to DISK_SECONDS or DISK_BYTES, and return both
-    rates as text. The file has no name, so that it is gone however this process ends. Raises RunError if either
-    fails."""
+    """Write a file in `folder` to its disk and read it, and return both rates as text. The file has no name, so that it
+    is gone however this process ends. Raises RunError if either fails."""
     part = os.urandom(DISK_PART_BYTES)
     remedy = " while the disk was measured; free some space there, or rent another machine"
     with os_errors_as(RunError, str(folder), remedy), tempfile.TemporaryFile(dir=folder) as file:
@@ -231,9 +227,8 @@ def describe_disk(folder: Path) -> str:
 
 
 def describe_download() -> str:
-    """Download from the Hub, up to DOWNLOAD_BYTES in up to DOWNLOAD_SECONDS, and return the rate as text, or why it was
-    not measured. Returns after at most DOWNLOAD_SECONDS + ANSWER_SECONDS: the download runs in a thread, because
-    looking up a name or trying all its addresses can take a minute."""
+    """Download from the Hub, and return the rate as text, or why it was not measured. The download runs in a thread,
+    because looking up a name or trying all its addresses can take a minute."""
     from huggingface_hub import constants
 
     found = ["not measured: no answer in time"]
@@ -263,12 +258,7 @@ def describe_download() -> str:
 
 def measure_training(experiment: Experiment, world: World) -> Measured:
     """Train a new model of the experiment on random tokens, with its batch and settings and at learning rate 0, and
-    return the speed. Rank 0 writes the speed into the run's folder, where --plan finds it. Also keeps the compiled code
-    for the run. Collective.
-
-    Raises RunError if the memory is too small for training. Raises UserError if it cannot even hold the weights, or if
-    this machine cannot compute what train.json demands.
-    """
+    return the speed. Rank 0 writes the speed into the run's folder, where --plan finds it. Collective."""
     config, layout = experiment.config, experiment.layout(world.size)
     precision = Precision.for_training(config.precision, world.device).name
     step_config = config.model_copy(update={"precision": precision})
@@ -317,8 +307,8 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
     """Return typical sizes of DDP's buckets in bytes, in ascending order and each once. By default, the first bucket
-    has 1 MiB and the others 25 MiB; `bucket_mb` sets the size of all. The gradient of the token embedding, in fp32, has
-    a bucket of its own if it is larger. Without an experiment, the embedding of GPT-2 small is assumed."""
+    has 1 MiB and the others 25 MiB. The gradient of the token embedding has a bucket of its own if it is larger.
+    Without an experiment, the embedding of GPT-2 small is assumed."""
     bucket_mb = experiment.config.bucket_mb if experiment else None
     bucket = 2**20 * (bucket_mb or 25)
     vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)

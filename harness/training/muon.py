@@ -24,10 +24,8 @@ EPSILON = 1e-7
 
 def orthogonalize(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
     """Orthogonalize each of G matrices X (MxN, M at most N): return an approximation of U·Vᵀ (GxMxN), where U·S·Vᵀ is
-    the singular value decomposition of X. The result is computed and returned in `dtype`. A matrix of zeros stays zero.
-
-    M > N would give the same result more slowly, because the products X·Xᵀ are MxM.
-    """
+    the singular value decomposition of X. The result is computed and returned in `dtype`. A matrix of zeros stays
+    zero."""
     a, b, c = COEFFICIENTS
     x_GxMxN = matrices_GxMxN.to(dtype)
     norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)
@@ -40,9 +38,8 @@ def orthogonalize(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # Largest number of elements in a batch of matrices, which are orthogonalized together because one small matrix at a
-# time would hardly occupy a device. At GPT-2's width a GPU's batch has seven square matrices, or one of a feed-forward
-# layer; with larger batches, eight ranks would have unequal shares. The batches do not depend on the number of ranks,
-# so the last bits of the results do not depend on it either.
+# time would hardly occupy a device. With larger batches, eight ranks would have unequal shares. The batches do not
+# depend on the number of ranks, so the last bits of the results do not depend on it either.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**22}
 
 
@@ -62,8 +59,7 @@ class Matrix:
         return min(self.rows, self.columns), max(self.rows, self.columns)
 
     def wide(self, flat: Tensor) -> Tensor:
-        """Return a 2-D view of `flat`, this matrix's flattened elements. The view is transposed if the matrix has more
-        rows than columns."""
+        """Return a 2-D view of `flat`, this matrix's flattened elements, with no more rows than columns."""
         matrix = flat.view(self.rows, self.columns)
         return matrix if self.rows <= self.columns else matrix.mT
 
@@ -73,8 +69,7 @@ class Matrix:
 
 
 def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Matrix]:
-    """Return the matrices of a parameter of `model`: the parameter itself, or query, key and value separately if the
-    parameter fuses them."""
+    """Return the matrices of a parameter of `model`."""
     found, start = [], 0
     for part in split_fused(name, parameter.detach(), model.config).values():  # type: ignore[arg-type]
         found.append(Matrix(name, start, *part.shape))
@@ -84,8 +79,7 @@ def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Ma
 
 def batches_of(matrices: list[Matrix], device_type: str) -> list[list[Matrix]]:
     """Return the matrices in batches that are orthogonalized together. The matrices of a batch have the same shape, up
-    to transposition. On a CPU they are also of the same block. A batch has at most BATCH_ELEMENTS elements in all, or
-    it is a single larger matrix."""
+    to transposition."""
     alike: dict[tuple[str, int, int], list[Matrix]] = {}
     for matrix in matrices:
         block = "" if device_type == "cuda" else matrix.name.split(".")[1]
@@ -113,8 +107,7 @@ class Muon:
     """Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
 
     Muon updates a matrix by its orthogonalized Nesterov momentum, with decoupled weight decay. Formulas, names and
-    order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum. Unlike
-    torch's, this class can let the momentum's factor rise during the first `muon_momentum_warmup_steps` steps. A rank
+    order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum. A rank
     orthogonalizes the batches of matrices that `partition` assigns to it, and keeps their momentum.
 
     Methods without a docstring do the same as the methods of the same names in AdamW (adamw.py).
@@ -128,8 +121,7 @@ class Muon:
         partition: StatePartition | None = None,
     ) -> None:
         """Create the optimizer of all trained parameters of the model. Updates of matrices are orthogonalized in
-        `dtype` (None: in the parameters' dtype). Without a `partition`, every rank updates all matrices and keeps the
-        whole state."""
+        `dtype` (None: in the parameters' dtype). Without a `partition`, every rank keeps the whole state."""
         self.partition, self._dtype, self._config = partition or StatePartition(), dtype, config
         self.parameters = trained_parameters(model)
         self._muons = {name: each for name, each in self.parameters.items() if is_muons(name, each.shape)}

@@ -65,8 +65,8 @@ class Console:
         self._bar: Any = None
 
     def start(self) -> None:
-        """Show the bar from now on, if `visible` and standard error is a terminal that reports its size. The bar is not
-        shown earlier, because the messages of the start-up are printed directly and would break it."""
+        """Show the bar from now on, if standard error is a terminal. Messages of the start-up, which are printed
+        directly, would break an earlier bar."""
         # On a terminal that does not report its size, tqdm would show nothing.
         if self.visible and sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno())):
             # The numbers include the time left. tqdm's other fields would push the numbers off an 80-column screen.
@@ -79,7 +79,7 @@ class Console:
 
     def show(self, step: int, values: dict[str, str]) -> None:
         """Show the newest numbers, e.g. {"loss": "3.720", "tps": "234,480"}. The bar leaves out those for which the
-        terminal is too narrow, the least important first: tqdm would cut within a number."""
+        terminal is too narrow: tqdm would cut within a number."""
         numbers = " ".join(f"{name} {value}" for name, value in values.items())
         if self._bar is not None:
             room = (self._bar.format_dict["ncols"] or WIDTH) - len(f"100%|#| {self.total}/{self.total}, ")
@@ -104,9 +104,8 @@ class Console:
 
 
 class Reporter:
-    """Prints and records the results of the training loop, and makes the meta.json of a checkpoint. Methods that need
-    the run's progress take a TrainState. Methods that write a line to metrics.jsonl raise RunError if it cannot be
-    written."""
+    """Prints and records the results of the training loop, and makes the meta.json of a checkpoint. Methods that write
+    a line to metrics.jsonl raise RunError if it cannot be written."""
 
     def __init__(self, prepared: PreparedRun, world: World) -> None:
         self.prepared = prepared
@@ -125,12 +124,8 @@ class Reporter:
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
-        """Print the number of global steps that are left, and the tokens of a step. For a new run, also print the
-        number of parameters, the devices, the precision and the initial weights' file. For a run that continues from
-        the checkpoint `saved`, also print the checkpoint's name and the settings that have changed. If another program
-        wrote the checkpoint, print which parts of it are used. If the precision has changed or a faster one is
-        possible, print the precision. If the attention kernel is not torch's own choice, or was not when the checkpoint
-        was saved, print the kernel. If there are several machines, print where rank 0 writes the results."""
+        """Print what the run starts with: its size, devices and precision if it is new, or what has changed since the
+        checkpoint `saved` from which it continues."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"
@@ -167,8 +162,8 @@ class Reporter:
         say(self.world, "\n".join(lines))
 
     def training(self, metrics: TrainMetrics, state: TrainState, learning_rate: float) -> None:
-        """Write a line with the training metrics to metrics.jsonl, and show the newest numbers and notes on slow ranks
-        on the console. `learning_rate` is that of the last step."""
+        """Write a line with the training metrics to metrics.jsonl, and show the newest numbers on the console.
+        `learning_rate` is that of the last step."""
         if not self.world.is_main:
             return
         self.skipped_in_a_row = metrics.skipped_in_a_row
@@ -209,8 +204,7 @@ class Reporter:
         self._announce(f"validation loss {loss:.3f}{f' ({parts})' if parts else ''}", state)
 
     def benchmarks(self, scores: Sequence[Score], state: TrainState) -> None:
-        """Write each score as a line to metrics.jsonl, print the scores, and draw the chart. Without scores, do
-        nothing."""
+        """Write and print the scores, and draw the chart. Without scores, do nothing."""
         for score in scores:
             self.record(BenchmarkEvent, state, **asdict(score))
         if scores:
@@ -237,8 +231,8 @@ class Reporter:
             self.chart.draw()
 
     def stopped(self, reason: int, state: TrainState) -> None:
-        """Print why the run stops here and how to resume it; `reason` is that of RunStopped. First flush metrics.jsonl
-        to disk, and wait up to STOPPED_CHART_SECONDS for the chart. Raises RunError if flushing fails."""
+        """Print why the run stops here and how to resume it; `reason` is that of RunStopped. Also flush metrics.jsonl
+        to disk, and finish the chart. Raises RunError if flushing fails."""
         self.console.close()
         if not self.world.is_main:
             return
@@ -265,8 +259,8 @@ class Reporter:
         say_last(f"stopped by {cause} {done}; to continue, {remedy}")
 
     def summary(self, state: TrainState) -> None:
-        """Write and print the summary, wait up to LAST_CHART_SECONDS for the last chart, and print which commands test
-        the model. Collective. Raises RunError if the summary cannot be written or metrics.jsonl cannot be flushed."""
+        """Write and print the summary, finish the chart, and print which commands test the model. Collective. Raises
+        RunError if the summary cannot be written or metrics.jsonl cannot be flushed."""
         self.console.close()
         if self.world.is_main:
             self.chart.draw()
@@ -285,14 +279,8 @@ class Reporter:
     def meta(
         self, state: TrainState, *, planned: bool = False, interrupted_evaluation: str | None = None
     ) -> CheckpointMeta:
-        """Return the meta.json of a checkpoint that is saved now. `planned` and `interrupted_evaluation` are
-        those of `Checkpointer.save`.
-
-        Of the keys of ProgramAndSettings, these are included only if they mean anything for the run: `budget` unless
-        train.json's budget is `min_train_tokens`, `scaled` if train.json has scaling rules, `attention` if torch does
-        not choose the kernel, the keys of experts if the model has experts, and `changed` if the run was resumed with
-        changes that affect the result: of settings, or of the machine.
-        """
+        """Return the meta.json of a checkpoint that is saved now. `planned` and `interrupted_evaluation` are those of
+        `Checkpointer.save`."""
         prepared, experiment = self.prepared, self.prepared.experiment
         resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values}
         resolved["changed"] = prepared.changed
@@ -320,8 +308,7 @@ class Reporter:
         )
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
-        """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl. Does nothing on ranks
-        other than 0. Raises RunError if the line cannot be written."""
+        """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl."""
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
@@ -340,14 +327,9 @@ def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
-    """Write and print the summary of a finished run from the run's last checkpoint, if the run's process ended before
-    it could write the summary. In that case summary.json is missing, or it has fewer tokens than the checkpoint,
-    because it was written before the user raised the run's budget. Raises RunError if summary.json cannot be written.
-
-    Writes nothing if summary.json is damaged or does not record its tokens. Also writes nothing if the checkpoint comes
-    from the training program of Giles Thomas's lab notebook (harness/runs/upstream.py). Called only on rank 0, because
-    the ranks of another machine do not see the run's files.
-    """
+    """Write and print the summary of a finished run from its last checkpoint, if the run's process ended before it
+    could. In that case summary.json is missing, or it has fewer tokens than the checkpoint, because it was written
+    before the user raised the run's budget. Rank 0 only. Raises RunError if summary.json cannot be written."""
     meta, run = prepared.meta, prepared.experiment.run
     if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return

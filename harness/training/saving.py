@@ -1,9 +1,8 @@
 """Background or synchronous writing of checkpoints, and copies of tensors in host memory.
 
-Allocating host memory for each copy would delay the training thread for two reasons. The system maps new memory page by
-page while it is filled. And a GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, while the
-thread waits. A buffer that is kept between copies is mapped already and can be pinned, so that the GPU fills it
-asynchronously.
+A buffer that is kept between copies is mapped already and can be pinned. New memory would be mapped page by page while
+it is filled, and a GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, while the training
+thread waits.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Writer:
 
     def submit(self, work: Callable[[], None]) -> None:
         """Wait for the previous task to end, then run `work`, or with `in_background` only start it. If the previous
-        task failed and its error has not been raised yet, raise it and do not run `work`."""
+        task failed, raise its error instead."""
         self.wait()
         if not self._in_background:
             work()
@@ -55,8 +54,8 @@ class Writer:
             raise error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the background task has ended, for at most `timeout` seconds (None: as long as it takes). Returns
-        at once if there is no task. If the task has failed, raises its error, unless that was raised before."""
+        """Wait until the background task has ended, for at most `timeout` seconds (None: as long as it takes). If it
+        has failed, raise its error."""
         if self._thread is not None:
             self._thread.join(timeout)
             self.check()
@@ -70,9 +69,8 @@ class HostCopies:
     """CPU copies of nested dicts of tensors, used on rank 0 only.
 
     Each call of `copy` puts all its copies into one buffer of their total size (for AdamW three times the weights;
-    torch rounds pinned memory up to a power of two). With `keep`, the buffer is allocated at the first call, replaced
-    if a later call needs a larger one, and kept as long as this object. Without `keep`, each call has a buffer of its
-    own, which is freed when the copies are dropped.
+    torch rounds pinned memory up to a power of two). With `keep`, the buffer is kept for later calls. Without, each
+    call has a buffer of its own, which is freed when the copies are dropped.
     """
 
     def __init__(self, device: torch.device, *, keep: bool) -> None:
@@ -82,8 +80,8 @@ class HostCopies:
         self._copied: Any = None  # CUDA event of the last `record`
 
     def copy(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the dicts with every tensor replaced by a CPU copy, which is contiguous and has its own torch storage
-        in the buffer. For a tensor on the device "meta", the copy is uninitialized memory that the caller fills.
+        """Return the dicts with every tensor replaced by a contiguous CPU copy. For a tensor on the device "meta", the
+        copy is uninitialized memory that the caller fills.
 
         Copies from a GPU to a pinned buffer are only enqueued: they run before all later work of the current stream,
         such as the next step, and can be read after `record` and `wait`. With `keep`, a later call overwrites the
@@ -113,14 +111,13 @@ class HostCopies:
             self._copied.record()
 
     def wait(self) -> None:
-        """Wait until the GPU has finished the copies. Called by the thread that reads them."""
+        """Wait until the GPU has finished the copies."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def _room(self, size: int) -> Tensor:
-        """Return a buffer of at least `size` bytes: the kept one if it is large enough, or a new one. A new buffer that
-        will be kept for copies from a GPU is pinned. If it cannot be pinned, prints a note. Raises RunError if there is
-        not enough memory."""
+        """Return a buffer of at least `size` bytes: the kept one if it is large enough, or a new one. Raises RunError
+        if there is not enough memory."""
         if self._buffer is not None and self._buffer.nbytes >= size:
             return self._buffer
         self._buffer = buffer = None  # frees the old buffer before a new one is allocated
@@ -147,9 +144,9 @@ class HostCopies:
 
 
 def copy_state(step: OptimizerStep, world: World, copies: HostCopies) -> dict[str, Any]:
-    """Return on rank 0 copies of the weights and of the optimizer state by their names in checkpoints, as
-    {"weights": ..., "optimizer": ...}. Both dicts are empty on other ranks. As long as no update was made and no state
-    was loaded, "optimizer" is empty. Collective. On a GPU the copies can be read after `copies.wait()`."""
+    """Return on rank 0 copies of the weights and of the optimizer state by their names in checkpoints, as {"weights":
+    ..., "optimizer": ...}. Both dicts are empty on other ranks. Collective. On a GPU the copies can be read after
+    `copies.wait()`."""
     optimizer = step.optimizer
     copied: dict[str, Any] = {"weights": {}, "optimizer": {}}
 

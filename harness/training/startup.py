@@ -32,8 +32,7 @@ from harness.training.clock import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun(Plan):
-    """The plan of a run, and all other inputs of training in this process. All inputs are checked, but no model or
-    optimizer is built yet."""
+    """The plan of a run, and all other inputs of training in this process. All are checked."""
 
     position: Position
     data: TrainingData
@@ -52,9 +51,8 @@ class PreparedRun(Plan):
         return self.meta is not None and self.position.is_finished and not self.unfinished_work
 
     def state(self, world: World) -> TrainState:
-        """Return the TrainState that training starts with: the checkpoint's, or a new one if there is no checkpoint. If
-        the batch, the kernels or the machine have changed, the speed is measured anew from here on. Best, lowest and
-        last validation loss are dropped if later losses are not comparable with them."""
+        """Return the TrainState that training starts with: the checkpoint's, or a new one if there is no checkpoint.
+        Speed and validation losses are dropped if later ones are not comparable with them."""
         if self.meta is None:
             return TrainState()
         state = self.meta.state()
@@ -63,7 +61,6 @@ class PreparedRun(Plan):
         if not self.meta.was_as_fast(world.size, world.device_name, self.provenance.train):
             state.measure_from_here(self.clock.seconds["training"])
         if self.is_from_notebook or not comparable_losses(self.meta, self.provenance):
-            # Not comparable with the later losses.
             state.best_loss = state.best_step = state.val_loss = state.lowest_val_loss = None
         return state
 
@@ -71,13 +68,12 @@ class PreparedRun(Plan):
 def prepare(
     experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions
 ) -> PreparedRun:
-    """Take the run's lock, fetch the data that is missing here, connect to the mirror (see `connect`), choose and
-    verify the checkpoint to resume from, and check the plan. Prints notes on the machine and the plan. Collective.
+    """Take the run's lock, fetch the data that is missing here, connect to the mirror, choose and verify the checkpoint
+    to resume from, and check the plan. Collective.
 
     `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none.
-    `options` gives --restart and the options of the mirror. If torchrun has restarted this process after training had
-    begun, `checkpoint` and --restart are ignored, because the earlier start has applied them. The seconds and dollars
-    that the checkpoint records are added to `clock`. Raises UserError or RunError, with a remedy, if a check fails.
+    The seconds and dollars that the checkpoint records are added to `clock`. Raises UserError or RunError if a check
+    fails.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)
@@ -106,8 +102,7 @@ def prepare(
     if path and meta:
         meta = upgrade_notebook_meta(path, meta, provenance, experiment.batches(layout))
         clock.add(meta.seconds, meta.costs)
-    # make_plan and check_disk also check the run: they raise if there are too few tokens or unknown ones, if the
-    # warm-up is too long, or if the disk is full.
+    # make_plan also checks the run.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run))
     assert plan.position is not None, "the dataset is here"
@@ -143,8 +138,7 @@ def prepare(
 
 
 def check_ceilings(experiment: Experiment, clock: Clock, meta: CheckpointMeta | None) -> None:
-    """Raise UserError if the run, with this start-up, has already reached train.json's max_hours or max_dollars. `meta`
-    describes the checkpoint that the run continues from."""
+    """Raise UserError if the run, with this start-up, has already reached train.json's max_hours or max_dollars."""
     for key, left in clock.ceilings(experiment.config).items():
         if left <= 0:
             value = f"{getattr(experiment.config, key):g}"
@@ -157,11 +151,10 @@ def check_ceilings(experiment: Experiment, clock: Clock, meta: CheckpointMeta | 
 
 
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:
-    """Return the name of the run's precision. With "auto", a resumed run keeps the precision with which it began, so
-    that a move to another processor does not silently change the results. The precision is chosen anew if the run moves
-    between CPU and GPU, if this GPU does not support the earlier precision, if train.json did not have "auto" at the
-    checkpoint, or if the checkpoint records no device. Raises UserError if this device does not support the precision
-    that train.json names."""
+    """Return the name of the run's precision. With "auto" before and now, a resumed run keeps the precision with which
+    it began, if this device supports it, so that a move to another processor does not silently change the results.
+    Between CPU and GPU it is chosen anew. Raises UserError if this device does not support the precision that
+    train.json names."""
     best = Precision.for_training(config.precision, device).name
     if config.precision != "auto" or meta is None or meta.device is None or meta.train.get("precision") != "auto":
         return best
@@ -177,7 +170,7 @@ def choose_precision(config: TrainConfig, device: torch.device, meta: Checkpoint
 
 def fetch_data(world: World, experiment: Experiment) -> TrainingData:
     """Return the experiment's data on every rank. If a dataset is missing, the first process of each node downloads or
-    builds it. Collective. Raises UserError if a dataset is invalid, incomplete or cannot be obtained."""
+    builds it. Collective. Raises UserError if a dataset cannot be obtained or used."""
     for name in experiment.config.dataset_weights:
         world.on_each_node(partial(ensure_dataset, experiment.datasets_dir, name, experiment.splits))
     return experiment.open_data()
@@ -214,12 +207,8 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 
 def remark_on_machine(experiment: Experiment, world: World) -> None:
-    """Print notes about the machine that a user should read before paying for hours of it: idle GPUs, GPU memory taken
-    by other processes, a model that is not compiled, a setting without effect, a rounded dropout rate, experts that
-    wait for the GPU, an unknown peak speed. Collective.
-
-    Raises UserError if this machine cannot compute what train.json demands.
-    """
+    """Print notes about the machine that a user should read before paying for hours of it, such as idle GPUs.
+    Collective. Raises UserError if this machine cannot compute what train.json demands."""
     config, device = experiment.config, world.device
     precision = Precision.resolve(config.precision, device)
     should_compile(config.compile, device)

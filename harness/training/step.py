@@ -2,9 +2,8 @@
 
 To add an optimizer, write a class with the attributes and methods of AdamW (adamw.py), add its name to the key
 `optimizer` in harness/runs/train_config.py, a branch in `OptimizerStep.__init__`, and its state to MOMENTS and
-`optimizer_state_bytes` in harness/runs/optimizer_state.py. The class can rely on gradients that are equal on all ranks.
-Its state is saved by parameter name, so that a checkpoint does not depend on the way in which parameters are grouped
-and state is divided among the ranks.
+`optimizer_state_bytes` in harness/runs/optimizer_state.py. Gradients are equal on all ranks. State is saved by
+parameter name, however it is divided among the ranks.
 """
 
 from __future__ import annotations
@@ -71,15 +70,11 @@ class OptimizerStep:
         """Create the optimizer and the gradient scaler of `model`. In fp32 on CUDA, also allow TF32 in this process.
 
         `model(inputs, targets)` must return a tensor of loss terms, or a scalar if there is only one. The sum of the
-        terms is minimized, and the first term is reported as the loss. `partition` says how the ranks divide the
-        optimizer's state. It has no effect unless train.json's `shard_optimizer` is true.
+        terms is minimized, and the first term is reported as the loss. `partition` has no effect unless train.json's
+        `shard_optimizer` is true. `report_progress` is called whenever this rank has finished a part of its own work
+        and may have to wait for the other ranks.
 
-        `report_progress` is called whenever this rank has finished a part of its own work and may have to wait for the
-        other ranks: before a backward pass in which the ranks exchange gradients, and at the end of every backward
-        pass.
-
-        Raises UserError if this device does not support the precision that train.json demands, or if the optimizer does
-        not support it (Muon and fp16).
+        Raises UserError if this device or the optimizer does not support the precision that train.json demands.
         """
         self.model, self.config = model, config
         self.bare_model: Any = getattr(model, "module", model)  # unwrapped: it is saved, evaluated and sampled from
@@ -111,12 +106,11 @@ class OptimizerStep:
 
     def run(self, microbatches: Sequence[Microbatch], rate_factor: float, decay_factor: float = 1.0) -> StepResult:
         """Run one optimizer step over this rank's microbatches, with `rate_factor` times the peak learning rates and
-        `decay_factor` times the weight decays. Clips the gradients to the global norm `clipping_max_norm`, if
-        train.json sets it. If the gradients' norm is not finite, the weights and the optimizer's state stay unchanged.
+        `decay_factor` times the weight decays. If the gradients' norm is not finite, the weights and the optimizer's
+        state stay unchanged on all ranks.
 
-        The norm is equal on all ranks, so they all update the weights or none does. This is decided on the device, and
-        the host does not wait for it. Collective if the model is wrapped in DistributedDataParallel or the optimizer's
-        state is sharded.
+        This is decided on the device, and the host does not wait for it. Collective if the model is wrapped in
+        DistributedDataParallel or the optimizer's state is sharded.
         """
         losses_A, expert_tokens = self.accumulate(microbatches)
         optimizer, max_norm, clip_divisor = self.optimizer, self.config.clipping_max_norm, None
@@ -132,9 +126,7 @@ class OptimizerStep:
         optimizer.set_factors(rate_factor, decay_factor)
         self.learning_rate = self.config.learning_rate * rate_factor
         optimizer.update(skipped, clip_divisor)
-        optimizer.partition.broadcast_shards(
-            optimizer.shards, optimizer.parameters
-        )  # nothing, unless the state is sharded
+        optimizer.partition.broadcast_shards(optimizer.shards, optimizer.parameters)
         self.scaler.update()
         self.forget_gradients()
         return StepResult(losses_A, norm.float(), skipped, expert_tokens)
@@ -176,8 +168,7 @@ class OptimizerStep:
 
         In the forward pass after its first exchange, DDP arranges new buckets in the order in which gradients were
         computed. Without this warm-up, a resumed run would add up the gradients of its first step in another order than
-        a run that never stopped. If that step had several microbatches, its gradients would also keep the old buckets
-        in memory beside the new ones and all activations.
+        a run that never stopped.
 
         Raises UserError on all ranks if `compile` is true in train.json and the model cannot be compiled.
         """
@@ -201,14 +192,9 @@ class OptimizerStep:
             self.bare_model.zero_grad(set_to_none=True)
 
     def _compile(self, microbatch: Microbatch, world: World) -> None:
-        """Compile the model by one forward and backward pass in which the ranks exchange no gradients. The pass changes
-        nothing but the random state. Collective.
-
-        Either all ranks run the compiled model or none. If compiling fails on any rank, and train.json's `compile` is
-        true, raises UserError on all ranks. If it is "auto", all ranks train without compilation, and rank 0 prints a
-        note. The same holds if any rank's machine lacks a tool that compiling needs. Errors with another cause, such as
-        a lack of memory, are raised unchanged on the rank where they occur.
-        """
+        """Compile the model by one forward and backward pass in which the ranks exchange no gradients. Either all ranks
+        run the compiled model or none. If compiling fails on any rank, and train.json's `compile` is true, raises
+        UserError on all ranks. Collective."""
         failure = None if is_compiled(self.bare_model) else "a machine has no C compiler or no Python.h"
         try:
             self.accumulate([microbatch], exchange=False)
@@ -232,8 +218,8 @@ def explain_failed_compilation(error: BaseException) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of a compiler's error that gives the reason, cut to REASON_CHARACTERS, or the name of the
-    error's type if there is none. Lines that end in "raised:" only introduce the reason."""
+    """Return the first line of a compiler's error that gives the reason. Lines that end in "raised:" only introduce
+    it."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.endswith("raised:")] or [type(error).__name__]
     return said[0][:REASON_CHARACTERS]
@@ -247,11 +233,11 @@ def build_training_step(
     partition: StatePartition,
     place: Place = FIRST_EXCHANGE,
 ) -> OptimizerStep:
-    """Return the OptimizerStep of an experiment. Its model has new weights, drawn from torch's global generator, and
-    uses the kernels that `config` selects. It is wrapped in DistributedDataParallel if `world` has several ranks.
+    """Return the OptimizerStep of an experiment. Its model has new weights, drawn from torch's global generator, and is
+    wrapped in DistributedDataParallel if `world` has several ranks.
 
     The watchdog guards `place` while the ranks exchange the weights. `config` is the experiment's train.json, in which
-    the precision is resolved (not "auto"). For training, scaled values have also replaced the ones given. Some settings
+    the precision is resolved (not "auto") and, for training, scaled values have replaced the ones given. Some settings
     act on the whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.

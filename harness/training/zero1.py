@@ -1,9 +1,8 @@
 """Optimizer state divided among the ranks under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et al.,
-arXiv:1910.02054). Checkpoints hold the gathered state by parameter name, which does not depend on the division.
+arXiv:1910.02054). Checkpoints hold the gathered state by parameter name.
 
 Parameters and gradients are whole on every rank. Each parameter is flattened and cut into shards. Every shard has an
-owner, the only rank that keeps its optimizer state. The owner updates the shard's weights in place and broadcasts them
-to the other ranks.
+owner, the only rank that keeps its optimizer state. The owner updates the shard's weights and broadcasts them.
 """
 
 from __future__ import annotations
@@ -72,10 +71,10 @@ class Shard:
 @dataclass(frozen=True)
 class StatePartition:
     """Division of an optimizer's state among `size` ranks, of which this process is number `rank`. Without sharding,
-    every rank has a partition of `size` 1 and number 0, so that it owns everything.
+    every rank has a partition of `size` 1.
 
-    If `is_connected` is false, `broadcast_shards` and `gather` send nothing. A single process can then measure the
-    memory that it would need as one of `size` ranks (ddp_train.py -f).
+    If `is_connected` is false, nothing is sent. A single process can then measure the memory that it would need as one
+    of `size` ranks (ddp_train.py -f).
     """
 
     rank: int = 0
@@ -88,9 +87,8 @@ class StatePartition:
         return cls(world.rank, world.size, world.size > 1)
 
     def cut(self, sizes: Mapping[str, int]) -> list[Shard]:
-        """Cut parameters of the given sizes (numbers of elements, by name) into shards, and return the shards, in the
-        order of the parameters. All ranks own about equally many elements in all. A shard begins at a multiple of GRAIN
-        elements of its parameter."""
+        """Cut parameters of the given sizes (numbers of elements, by name) into shards, and return the shards. All
+        ranks own about equally many elements in all."""
         total, before, shards = sum(sizes.values()), 0, []
         for name, size in sizes.items():
             bounds = [total * rank // self.size - before for rank in range(self.size + 1)]
@@ -100,8 +98,8 @@ class StatePartition:
         return [shard for shard in shards if shard.stop > shard.start]
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """Assign pieces of work with these `costs` to the ranks, and return the rank of each piece. In the order from
-        the most to the least expensive, each piece goes to the rank with the least work so far (Graham 1969)."""
+        """Return the rank that does each piece of work, given the `costs` of the pieces. In the order from the most to
+        the least expensive, each piece goes to the rank with the least work so far (Graham 1969)."""
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
             owners[index] = loads.index(min(loads))
@@ -110,8 +108,8 @@ class StatePartition:
 
     @torch.no_grad()
     def broadcast_shards(self, shards: Iterable[Shard], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Overwrite every shard of `parameters` on all ranks with its owner's values. Does nothing if `size` is 1. On a
-        GPU, the copies may still be running when this method returns. Collective."""
+        """Overwrite every shard of `parameters` on all ranks with its owner's values. Does nothing if `size` is 1.
+        Collective."""
         if self.size == 1:
             return
         views: list[list[Tensor]] = [[] for _ in range(self.size)]
@@ -144,9 +142,7 @@ class StatePartition:
         shapes in `shapes`. Other ranks pass an empty dict. `own` has this rank's state of its own shards, flattened, on
         `device`. On a GPU, the copies may still be running when this method returns. Collective.
 
-        Each shard's state has a scalar of its own, such as the step count, which is equal for all shards of a
-        parameter. Shards are broadcast as in `broadcast_shards`, because for messages to one rank NCCL would need
-        separate connections and buffers. Ranks other than 0 do not use what they receive.
+        Shards are broadcast, because for messages to one rank NCCL would need separate connections and buffers.
         """
         for shard in shards:
             if shard.owner == 0 and self.rank != 0:
