@@ -28,11 +28,9 @@ from harness.runs.results import LossResult, read_window_losses
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """Verdicts on all arms except the baseline; the runs of an arm differ only in the seed. `verdicts` is empty if
-    nothing can be compared. `title` says what is compared, or why nothing can be compared. `closing` describes training
-    noise (the spread of the loss over seeds) and how many seeds of each arm it takes to detect a difference, or says
-    that this noise is unknown; it is "" if nothing can be compared. `notes` has remarks such as which runs were left
-    out. `loss` is "test loss" or "validation loss", or "" if nothing can be compared."""
+    """Verdicts on all arms except the baseline. `title` says what is compared. If nothing can be compared, it says why,
+    and `verdicts`, `closing` and `loss` are empty. `closing` is about training noise (the spread of the loss over
+    seeds) and how many seeds it takes to detect a difference. `loss` is "test loss" or "validation loss"."""
 
     title: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -68,14 +66,12 @@ class BaselineComparison:
 
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
-    """Compare the arm of the run `baseline` (the runs that differ from it only in the seed) with every other arm, by
-    their losses on one text. One of the `records` is that of the run `baseline`.
+    """Compare the arm of the run `baseline` with every other arm, by their losses on one text. One of the `records` is
+    that of the run `baseline`.
 
     Uses test losses if the baseline's arm and at least one other arm have test losses of the same basis (text and
-    precision). Of several such bases, uses the one with the most runs; the notes have the verdicts by the losses of the
-    other bases. Without such a basis, uses the last validation losses in the same way. If neither loss has such a
-    basis, or if no run of the baseline's arm has finished, the result has no verdicts, and its `title` gives the
-    reason.
+    precision), or else the last validation losses in the same way. Of several such bases, uses the one with the most
+    runs; the notes have the verdicts by the losses of the other bases.
     """
     arms = find_arms(records, baseline)
     own = arms.arm_with(baseline)
@@ -118,12 +114,7 @@ def _compare(
     own: str, arms: Arms, loss: str, basis: Basis, values: Sequence[Values], records: Sequence[RunRecord]
 ) -> BaselineComparison:
     """Compare the arms by their losses on one text, `basis`. `own` is the name of the baseline's arm, and `loss` the
-    name of the loss. `values[i]` has the losses of the run `records[i]` on all texts, or the reason why it has none.
-
-    If a loss is not that of the best checkpoint, a note names its checkpoint. If a run of an arm has no loss on this
-    text, a note says what its losses were measured on, or why it has none. If the losses of an arm's windows (sequences
-    of context length) cannot be read, a note says so, and the verdicts are computed without them.
-    """
+    name of the loss. `values[i]` has the losses of the run `records[i]` on all texts, or the reason why it has none."""
     measured = by_basis(values)[basis]
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in measured.items()}

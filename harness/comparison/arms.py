@@ -1,5 +1,5 @@
-"""Arms of an experiment. An arm is a finished run, or several finished runs that differ only in their seeds and in
-settings that do not affect the result. The runs of an arm are replicates of each other."""
+"""Arms of an experiment. An arm is a finished run, or several finished runs (replicates) that differ only in their
+seeds and in settings that do not affect the result."""
 
 from __future__ import annotations
 
@@ -36,11 +36,8 @@ SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of r
 @dataclass(frozen=True)
 class Arms:
     """Arms of an experiment; the runs of an arm differ only in their seeds. `run_names` has the names of each arm's
-    runs, by the name of the arm. `notes` has remarks on runs that diverged, that are in no arm, or that are not in the
-    arm where one might expect them. `chance` says what the seeds change within the arms: each value of SEEDS (such as
-    "dropout") whose seed differs between two runs of the same arm. `diverged` has the names of diverged runs, by the
-    name of their arm: runs of the arm that diverged, and unfinished runs that diverged and differ from the arm's runs
-    only in their seeds."""
+    runs, by the name of the arm. `chance` has the values of SEEDS (such as "dropout") whose seeds differ within an arm.
+    `diverged` has the names of diverged runs, finished or not, by the name of their arm."""
 
     run_names: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
@@ -52,19 +49,17 @@ class Arms:
         return next((arm for arm, names in self.run_names.items() if run in names), None)
 
     def members(self, arm: str) -> tuple[str, ...]:
-        """Return the names of all runs of an arm, diverged or not, each once."""
+        """Return the names of all runs of an arm, diverged or not."""
         return tuple(dict.fromkeys((*self.run_names.get(arm, ()), *self.diverged.get(arm, ()))))
 
     def arm_with(self, run: str) -> str | None:
-        """Return the name of the arm to which the run `run` belongs, diverged or not, or None if it belongs to none."""
+        """Return the name of the arm to which the run `run` belongs, diverged or not, or None if there is none."""
         return next((arm for arm in self.run_names if run in self.members(arm)), None)
 
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
-    """Divide the finished runs into arms, each of runs that differ only in their seeds. The arms are in the order of
-    their first runs in `records`. A run whose replicates cannot be recognized (see `settings_of`) is an arm of its own.
-    If several runs of an arm have the same seeds, only one of them is kept: the run called `baseline` if it is among
-    them, or else the first."""
+    """Divide the finished runs into arms. A run whose replicates cannot be recognized is an arm of its own. If several
+    runs of an arm have the same seeds, only one of them is kept: the run called `baseline`, or else the first."""
     unfinished: dict[str, list[str]] = {}
     by_settings: dict[tuple[str, ...], list[RunRecord]] = {}  # by the run's name if its settings are not known
     unknown, repeated, arms = [], [], []
@@ -112,8 +107,8 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
 
 
 def _diverged(records: Sequence[RunRecord], arms: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Return a dict from the name of an arm to the names of its diverged runs: runs of the arm that diverged, and
-    unfinished runs that diverged and differ from the arm's runs only in their seeds."""
+    """Return the names of the diverged runs of each arm: runs of the arm, and unfinished runs that differ from them
+    only in their seeds."""
     by_name = {record.name: record for record in records}
     found: dict[str, tuple[str, ...]] = {}
     for arm, names in arms.items():
@@ -134,8 +129,7 @@ def _diverged(records: Sequence[RunRecord], arms: Mapping[str, Sequence[str]]) -
 
 
 def seeds_of(record: RunRecord) -> dict[str, Any]:
-    """Return the seeds with which a run has drawn random numbers, by the keys of SEEDS: None for initial weights that
-    were given, for data that were not shuffled, and for a model without dropout."""
+    """Return the run's seeds by the keys of SEEDS, with None for each seed that it has not used."""
     train, rate = record.train, record.model.get("drop_rate")
     drops = any(rate.values()) if isinstance(rate, dict) else rate
     uses = {"init_seed": not train.get("initial_weights"), "data_seed": train.get("shuffle"), "dropout_seed": drops}
@@ -145,8 +139,7 @@ def seeds_of(record: RunRecord) -> dict[str, Any]:
 
 
 def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Split the runs by the precision that they were trained in. If the recorded precisions are equal, or none is
-    recorded, all runs are one part. Otherwise, runs that record no precision are a part of their own."""
+    """Split the runs by the precision that they were trained in, if several precisions are recorded."""
     found: dict[str | None, list[RunRecord]] = {}
     for record in members:
         found.setdefault(record.recorded("precision"), []).append(record)
@@ -154,10 +147,9 @@ def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | None) -> dict[str, tuple[str, ...]]:
-    """Return the arms (the names of their runs) by the name of the arm. An arm of several runs gets the name that
-    remains when the seed is cut from the end of the runs' names (`wide-seed1` and `wide-seed2` give `wide`), if this is
-    the same for all of them, is not in `taken` (the names of all runs) and would not be the name of another arm. Any
-    other arm has the name of the run `baseline` if it contains that run, or else of its first run."""
+    """Return the arms (the names of their runs) by the name of the arm. The runs `wide-seed1` and `wide-seed2` are the
+    arm `wide`, if no run or other arm would have this name. Any other arm has the name of its run `baseline` or,
+    without it, of its first run. `taken` has the names of all runs."""
     stems = []
     for arm in arms:
         shared = {SEED_ENDING.sub("", name) for name in arm}
@@ -170,15 +162,13 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
 
 
 def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | Inconclusive:
-    """Return two JSON texts that describe a finished run. With `at_end` false, the run need not have finished, and the
-    texts leave out the number of tokens that it has seen. Runs that differ only in their seeds (replicates) have the
-    same two texts. The first has the dataset and the settings that affect the result, without seeds, and the changes
-    that were made while the run was trained. The second has torch's version, the device, the number of ranks, and the
-    attention kernel unless torch chose it.
+    """Return two JSON texts, which are the same for runs that differ only in their seeds (replicates). The first has
+    the dataset, the settings that affect the result, and the changes that were made while the run was trained. The
+    second has torch's version, the device, the number of ranks and the attention kernel. With `at_end` false, the run
+    need not have finished, and the number of tokens that it has seen does not count.
 
-    Returns Inconclusive if the run's replicates cannot be recognized: because the dataset, torch's version, the device,
-    the number of ranks or, for a run with `global_batch_size`, the microbatch size was not recorded, because
-    `initial_weights` is not a path, or because the run has used no seed.
+    Returns Inconclusive if the run's replicates cannot be recognized, for example because one of these was not
+    recorded.
     """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}
@@ -218,8 +208,7 @@ def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | 
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration `values` of a run, with the defaults of `schema` for keys that an earlier version did
-    not write. A key that `schema` does not have, such as that of a removed feature, is left out if its value is None,
-    False or 0, because the feature was then off."""
+    not write. An unknown key is left out if its value is None, False or 0, because its feature was then off."""
     defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
     known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}
     return {**defaults, **known}

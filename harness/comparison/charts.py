@@ -60,8 +60,8 @@ PLAIN_AXES = ("hours", "dollars")  # axes whose numbers are written without a pr
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses `y` in nats per token at the places `x` of an axis. If the curve is of several runs, `y` is their mean
-    loss, and `low` and `high` are their lowest and highest loss at each place."""
+    """Losses `y` in nats per token at the places `x` of an axis. For several runs, `y` is their mean loss, and `low`
+    and `high` are their lowest and highest loss at each place."""
 
     label: str
     x: list[float]
@@ -74,8 +74,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves of one kind of loss, sorted by their last loss, the lowest first. Curves of runs whose last loss does not
-    count (see `charts_of`) come after all others. `problems` has a line for each reason why something is not drawn."""
+    """Curves of one kind of loss, sorted by their last loss, the lowest first, and diverged runs last. `problems` has a
+    line for each reason why something is not drawn."""
 
     axis: str
     kind: str  # "validation" or "training"
@@ -85,12 +85,9 @@ class Chart:
 
 def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
     """Return one chart for each of the `axes` (keys of AXES). All charts show the validation losses of the runs, or the
-    training losses if only these are enough for a curve. Losses that are not finite or not below LARGEST_LOSS do not
-    count. A run is left out if its losses cannot be read, are fewer than LEAST_POINTS, or are not known to be measured
-    on the text that most runs share. It is left out of a single chart if its losses have no place on the chart's axis.
-    Finished runs that differ only in the seed share a curve. Its label is the name of their arm (see `find_arms`, which
-    gets `baseline`). A run whose last loss does not count has a curve of its own, up to its last loss that counts, with
-    "diverged" in its label. A chart may have no curves; its `problems` then have the reasons."""
+    training losses if only these are enough for a curve. Runs without enough losses on the text that most runs share
+    are left out. Finished runs that differ only in the seed share a curve, with the name of their arm, but a diverged
+    run has its own. A chart may have no curves; its `problems` then have the reasons."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
@@ -157,9 +154,8 @@ def _curves_on(
     losses: Mapping[str, Sequence[TrainEvent | ValidationEvent]],
     run_names: Mapping[str, Sequence[str]],
 ) -> tuple[list[Curve], dict[str, list[str]]]:
-    """Return the curves over `axis` of the runs `drawn`. Also return a dict from each reason to what is not drawn for
-    it: the names of runs whose losses have no place on this axis, or the labels of curves whose runs have no loss at
-    the same step. `run_names` has the names of the runs of each curve, by the curve's label."""
+    """Return the curves over `axis` of the runs `drawn`, and the names of the runs or curves that are not drawn, by the
+    reason. `run_names` has the names of the runs of each curve, by the curve's label."""
     places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
     left_out: dict[str, list[str]] = {}
     for name, record in drawn.items():
@@ -187,8 +183,7 @@ def _curves_on(
 
 def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -> Curve:
     """Return the curve of the runs' mean loss over their mean place on the axis, at the steps at which all runs have a
-    loss. Each of the `runs` maps a global step to a place on the axis and a loss. The curve is empty without such
-    steps."""
+    loss. Each of the `runs` maps a global step to a place on the axis and a loss."""
     steps = [step for step in runs[0] if all(step in run for run in runs)]
     x, y = ([sum(run[step][part] for run in runs) / len(runs) for step in steps] for part in (0, 1))
     if len(runs) < 2:
@@ -199,8 +194,7 @@ def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -
 
 def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
     """Return the name of the field that holds an event's place on the axis, and the factor that converts the field into
-    the axis's unit. Raises UserError for the axis "dollars" if the run's cost or time is not known, or if it cost
-    nothing, and for "flops" if its model's FLOPs per token are not known."""
+    the axis's unit. Raises UserError if the run has no such factor."""
     if axis == "dollars":
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
         if not dollars or not seconds:
@@ -224,15 +218,15 @@ def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
 
 
 def write_png(chart: Chart, path: Path, references: Mapping[str, float], note: str = "") -> None:
-    """Draw a chart with at least one curve into a PNG file. An existing file is replaced atomically, by renaming. For
-    `references` and `note`, see `_draw`. Raises OSError if the file cannot be written."""
+    """Draw a chart with at least one curve into a PNG file. An existing file is replaced atomically. `references` are
+    losses by label; `note` is printed below the axes. Raises OSError if the file cannot be written."""
     with atomic_file(path.resolve()) as draft:
         _draw(chart, references, note, "png", draft)
 
 
 def svg(chart: Chart, references: Mapping[str, float]) -> str:
-    """Return a chart with at least one curve as an <svg> element. Its labels are text, which matplotlib escapes,
-    instead of outlines of letters. For `references`, see `_draw`."""
+    """Return a chart with at least one curve as an <svg> element. Its labels are text, which matplotlib escapes.
+    `references` are losses by label."""
     drawn = io.StringIO()
     _draw(chart, references, "", "svg", drawn)
     text = drawn.getvalue()
@@ -241,10 +235,8 @@ def svg(chart: Chart, references: Mapping[str, float]) -> str:
 
 def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, target: Path | io.StringIO) -> None:
     """Draw the chart, which has at least one curve, into `target`, in the format `kind` ("png" or "svg"). `references`
-    has losses by label. Each is a dotted line or, if the loss is outside the shown range, only an entry of the legend,
-    with an arrow. A curve of several runs has a band from their lowest loss to their highest. The legend names at most
-    MOST_NAMED curves: the first of `chart.curves`, and always the baseline's. The others are thin and gray. `note` is
-    printed below the axes."""
+    are losses by label, drawn as dotted lines. The legend names at most MOST_NAMED curves: the first, and always the
+    baseline's."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter
@@ -298,11 +290,8 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
-    """Return the lowest and the highest loss to show, with a margin. If the steep first part of the curves would take
-    more than half of the height, the range contains the curves without this part, otherwise the whole curves. Losses
-    above PEAK_RATIO times the highest first loss (at least LEAST_PEAK) do not count. Of a band, only the lower end at
-    the last step counts. The range also contains those `references` (losses drawn as dotted lines) that are near the
-    curves."""
+    """Return the lowest and the highest loss to show, with a margin. The steep first part of the curves is cut off if
+    it would take more than half of the height. High peaks and `references` far from the curves do not count."""
     top = max(LEAST_PEAK, PEAK_RATIO * max(abs(curve.y[0]) for curve in curves))
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
     settled += [low for curve in curves for low in curve.low[-1:]]

@@ -32,11 +32,9 @@ LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 def fits(table: RunsTable) -> Iterator[str]:
     """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
-    over the global batch size. It leaves out runs in one of the states UNFINISHED, and needs at least three different
-    batch sizes. It is inconclusive if the numbers of tokens differ by more than 2 %, or if a setting outside LEFT_OPEN
-    differs between the runs of the table. The second fit is of device memory over microbatch size, both as reported by
-    others (reported.json). It has one point for each memory size, with the smallest microbatch reported for it, and
-    needs at least two different microbatch sizes."""
+    over the global batch size. It is inconclusive if the runs differ in another setting that is not LEFT_OPEN, or in
+    the number of tokens. The second fit is of device memory over microbatch size, both as reported by others
+    (reported.json)."""
     columns = {column.key: column.cells for column in table.columns}
 
     def numbers(key: str) -> list[Any]:
@@ -75,8 +73,8 @@ def fits(table: RunsTable) -> Iterator[str]:
 
 
 def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
-    """Fit a parabola to losses over ln(sequences per global batch) by least squares. Return a sentence that gives the
-    parabola and its lowest point, or says that it has no lowest point between these batch sizes."""
+    """Return a sentence with the least-squares parabola of the losses over ln(sequences per global batch), and its
+    lowest point if that is between these batch sizes."""
     x, losses = np.log([batch for batch, _ in points]), np.array([loss for _, loss in points])
     a, b, c = np.polyfit(x, losses, 2)
     lowest, miss = -b / (2 * a), np.abs(np.polyval([a, b, c], x) - losses).max()

@@ -1,7 +1,5 @@
-"""Time and cost of a run's training on each machine of a price list. The time is the run's number of tokens divided by
-the training speed; the cost is the time multiplied by the price per hour. The speed was either measured by this
-program, on the same kind of machine and with the run's model and kernels, or reported by others for the model on the
-same kind of machine."""
+"""Time and cost of a run's training on each machine of a price list. The training speed was measured by this program,
+or reported by others, for the same model on the same kind of machine."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ HEADINGS = ("machine", "$/h", "tokens/s", "hours", "dollars", "basis")
 
 @dataclass(frozen=True)
 class KnownSpeed:
-    """The speed at which a run was trained on a machine, in tokens per second of training alone (without validation,
-    checkpoints and set-up)."""
+    """The speed at which a run was trained on a machine. It is that of training alone, without validation, checkpoints
+    and set-up."""
 
     run: str
     basis: str  # "measured" by this program, or "reported" in reported.json
@@ -48,12 +46,8 @@ class KnownSpeed:
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
     """Yield lines for a terminal: a table of one run's time and cost on each machine, and the reasons why a machine is
-    not in the table. The speeds are those in the folders of `run` and of `others`. Rows with measured speeds come
-    before rows with reported speeds. Rows of the same basis are sorted by dollars, the lowest first. If `_read_work` is
-    inconclusive, the lines give only the reason.
-
-    Raises UserError if a file of the run or the price list is wrong. Other runs with a wrong file are skipped.
-    """
+    not in the table. The speeds are those in the folders of `run` and of `others`. Raises UserError if a file of the
+    run or the price list is wrong."""
     machines, known, name = read_machines(prices), known_speeds(run), run.path.name
     for other in others:
         if other.path.name != name:
@@ -121,9 +115,8 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
 
 def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
     """Return the model, train.json with defaults, the number of sequences per global batch, and the number of tokens in
-    the whole training of the run. The run need not have been trained yet. Returns Inconclusive if the run has no
-    train.json, if the number of tokens is unknown, or if training would refuse the global batch or the budget. Raises
-    UserError if a file of the run is wrong."""
+    the whole training of the run, which need not have been trained yet. Returns Inconclusive if one of these is
+    unknown."""
     if not run.train_json.exists():
         return Inconclusive("it has no train.json, which would say how much it trains on")
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
@@ -158,9 +151,8 @@ def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[st
 
 
 def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
-    """Return the training speeds in a run's folder, at most two: the speed that this program measured, if it measured
-    enough steps and seconds, and the speed that others published (reported.json). A speed without its model or batch
-    layout is left out. Raises UserError if summary.json or reported.json is wrong."""
+    """Return the training speeds in a run's folder, at most two: the one that this program measured, and the one that
+    others published (reported.json). Raises UserError if summary.json or reported.json is wrong."""
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None
     speed = summary.tokens_per_second if summary else None

@@ -1,8 +1,8 @@
 """Noise in measured losses, and estimates of differences with their uncertainty.
 
-There are two kinds of noise. Text noise comes from the choice of the text that a loss is measured on, and is estimated
-from the losses of the text's windows (its sequences of context length). Training noise comes from the seeds of the
-initial weights, the order of the data and dropout, and is estimated from runs that differ only in their seeds.
+Text noise comes from the choice of the text that a loss is measured on, and is estimated from the losses of the text's
+windows (its sequences of context length). Training noise comes from the seeds, and is estimated from runs that differ
+only in their seeds.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class Variance(NamedTuple):
 
 @dataclass(frozen=True)
 class LossEstimate:
-    """A loss or a difference of losses in nats per token, with its standard error. The standard error has `df` degrees
-    of freedom."""
+    """A loss or a difference of losses in nats per token, and its standard error, which has `df` degrees of freedom."""
 
     value: float
     error: float
@@ -61,13 +60,12 @@ class LossEstimate:
 
 
 def text_noise(values: np.ndarray) -> LossEstimate | Inconclusive:
-    """Return the mean of `values` as an estimate for all text of the same kind, with its standard error. `values` has a
-    loss, or a difference of losses, for each window in the order of the text, [windows]. Returns Inconclusive if a
-    value is not finite or there are too few windows.
+    """Return the mean of `values` as an estimate for all text of the same kind. `values` has a loss, or a difference of
+    losses, for each window in the order of the text, [windows]. Returns Inconclusive if a value is not finite or there
+    are too few windows.
 
-    The standard error is computed from the means of 8 contiguous batches (Schmeiser 1982, Operations Research 30: 556).
-    Neighboring windows have similar losses, because they are often from one document. The means of long batches are
-    nearly independent.
+    The standard error is that of the means of contiguous batches (Schmeiser 1982, Operations Research 30: 556), because
+    neighboring windows are often from one document.
     """
     values = values.astype(np.float64)
     if not np.isfinite(values).all():
@@ -79,15 +77,14 @@ def text_noise(values: np.ndarray) -> LossEstimate | Inconclusive:
 
 
 def variance_of(losses: Sequence[float]) -> float:
-    """Return the unbiased variance of two losses or more. The first loss is subtracted from all of them, so that the
-    variance of equal losses is exactly 0, even if their mean would be rounded."""
+    """Return the unbiased variance of two losses or more. It is exactly 0 if they are equal."""
     return float(np.var(np.subtract(losses, losses[0]), ddof=1))
 
 
 def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
-    """Return the variance of a run's loss over seeds, Σ (loss − mean of its arm)² / Σ (n − 1). Each of the `arms` has
-    the losses of n runs that differ only in the seed. This assumes that seeds spread the losses of all arms equally.
-    Returns None if no arm has two runs."""
+    """Return the variance of a run's loss over seeds, Σ (loss − mean of its arm)² / Σ (n − 1), or None if no arm has
+    two runs. Each of the `arms` has the losses of n runs. This assumes that seeds spread the losses of all arms
+    equally."""
     df = sum(len(losses) - 1 for losses in arms if len(losses))
     squares = sum(variance_of(losses) * (len(losses) - 1) for losses in arms if len(losses) > 1)
     return Variance(squares / df, df) if df > 0 else None
@@ -95,8 +92,8 @@ def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
 
 def satterthwaite(value: float, parts: Sequence[Variance]) -> LossEstimate:
     """Return the estimate of a difference `value` whose variance is the sum of the variances in `parts`. Its degrees of
-    freedom are Satterthwaite's (1946, Biometrics Bulletin 2: 110). If the parts are the variances of the mean losses
-    of two configurations, this is Welch's t test (1947, Biometrika 34: 28)."""
+    freedom are Satterthwaite's (1946, Biometrics Bulletin 2: 110). With the variances of two mean losses, this is
+    Welch's t test (1947, Biometrika 34: 28)."""
     total = sum(part.value for part in parts)
     if total == 0:
         return LossEstimate(value, 0.0, min(part.df for part in parts))
@@ -104,9 +101,9 @@ def satterthwaite(value: float, parts: Sequence[Variance]) -> LossEstimate:
 
 
 def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the adjusted p-value of each comparison and the alpha for its interval, by Holm's method, which keeps the
-    probability of one false alarm or more (the family-wise error rate) at ALPHA or below (Holm 1979, Scandinavian
-    Journal of Statistics 6: 65). The interval excludes zero if the adjusted p-value is below ALPHA."""
+    """Return the adjusted p-value of each comparison and the alpha for its interval, by Holm's method (1979,
+    Scandinavian Journal of Statistics 6: 65). The family-wise error rate is at most ALPHA. The interval excludes zero
+    if the adjusted p-value is below ALPHA."""
     adjusted, alphas = [1.0] * len(p_values), [ALPHA] * len(p_values)
     highest, first_kept = 0.0, None
     for place, index in enumerate(sorted(range(len(p_values)), key=lambda each: p_values[each])):
@@ -123,11 +120,10 @@ def seeds_needed(
     spread: Variance, difference: float = DIFFERENCE_TO_DETECT
 ) -> tuple[int | None, int | None, int | None]:
     """Return how many runs with different seeds each of two configurations needs, so that a two-sided t test at 5 %
-    detects a difference of `difference` nats in 80 % of experiments (POWER).
+    detects a difference of `difference` nats with a power of POWER. A number above MOST_SEEDS is returned as None.
 
-    Returns three numbers. The first assumes the estimated variance over seeds, `spread`; the second and the third
-    assume the low and the high end of that variance's 95 % chi-squared interval. A number above MOST_SEEDS is returned
-    as None.
+    The first number assumes the estimated variance over seeds, `spread`; the second and the third assume the low and
+    the high end of its 95 % chi-squared interval.
     """
     low, high = (spread.df / float(special.chdtri(spread.df, tail)) for tail in (ALPHA / 2, 1 - ALPHA / 2))
     likely, fewest, most = (_runs_for(difference, math.sqrt(factor * spread.value)) for factor in (1, low, high))
@@ -136,8 +132,7 @@ def seeds_needed(
 
 def _runs_for(difference: float, deviation: float) -> int | None:
     """Return the smallest number of runs per configuration with which a t test detects a difference of `difference`
-    nats with a power of at least POWER, or None if this number is above MOST_SEEDS. `deviation` is the standard
-    deviation of a run's loss over seeds."""
+    nats, or None if it is above MOST_SEEDS. `deviation` is the standard deviation of a run's loss over seeds."""
 
     def power(runs: int) -> float:
         """Return the probability that the test statistic, which has a noncentral t distribution, is significant."""

@@ -26,9 +26,9 @@ def render(
     baseline: str | None = None,
     made: str = "",
 ) -> str:
-    """Return the page's HTML. It has one chart for each quantity in AXES (such as tokens or hours) over which a curve
-    can be drawn. Escapes all text from files, because names of runs may come from other people. `references` are losses
-    by label, drawn as lines. `made` is a text with the time and the command that made the page."""
+    """Return the page's HTML. Escapes all text from files, because names of runs may come from other people.
+    `references` are losses by label, drawn as lines. `made` is a text with the time and the command that made the page.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -63,8 +63,8 @@ def render(
 
 
 def _rank(column: Column, table: RunsTable) -> tuple[int, int]:
-    """Return the sort key of a column. It puts the column that the table is sorted by first, then losses, then settings
-    that differ and the state, then the rest."""
+    """Return the sort key of a column: the one that the table is sorted by, then losses, then settings and the state,
+    then the rest."""
     if column.title == table.sorted_by:
         return 0, -1
     if column.quantity in LOSSES:
@@ -73,8 +73,7 @@ def _rank(column: Column, table: RunsTable) -> tuple[int, int]:
 
 
 def _provenance(record: RunRecord) -> list[str]:
-    """Return a line for each of these facts that is known: a run's folder, state, machine, version of torch, precision
-    and dataset. Then comes a line for each result, with its date."""
+    """Return a line for each known fact about a run's training, and for each result, with its date."""
     named = {
         "folder": record.directory.path,
         "state": f"{record.state.word} {record.state.detail}".strip(),

@@ -1,7 +1,6 @@
-"""Quantities that a comparison shows of each run, such as losses, speed and cost. Every number has a basis: the text or
-task that it was measured on. A text is identified by a hash of its content, not by its name. Numbers that can always be
-compared, such as seconds, have one basis in common (ANY_BASIS). Numbers of different runs can be compared only if their
-bases are equal. Every missing number has a reason."""
+"""Quantities that a comparison shows of each run, such as losses, speed and cost. Numbers of different runs can be
+compared only if they have the same basis: the text or task that they were measured on. Every missing number has a
+reason."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ LOWER_IS_BETTER = {
 
 @dataclass(frozen=True)
 class Basis:
-    """The text or task that a number was measured on. Bases with equal `identity` are equal; `words` describe the basis
-    to a reader."""
+    """The text or task that a number was measured on. Bases with equal `identity` are equal; `words` are for a
+    reader."""
 
     identity: Hashable
     words: str = field(compare=False)
@@ -86,8 +85,7 @@ ByBasis = dict[Basis, dict[int, Measurement]]  # measurements of several runs, b
 
 
 def by_basis(values: Sequence[Values]) -> ByBasis:
-    """Return a dict from basis (the text or task that was measured) to a dict from the run's index in `values` to its
-    measurement. Bases with more runs come first, and bases with equally many in the order of their first run. If a run
+    """Return the measurements by basis and by the run's index in `values`. Bases with more runs come first. If a run
     has several measurements of one basis, the first counts."""
     found: ByBasis = {}
     for index, of_run in enumerate(values):
@@ -99,9 +97,9 @@ def by_basis(values: Sequence[Values]) -> ByBasis:
 @dataclass(frozen=True)
 class Quantity:
     """Heading of a column and source of its numbers. `measure` returns a run's own number, its measurements, the reason
-    why it has none, or None if the number is not recorded. `report` selects the number that others reported: it is the
-    name of a figure in reported.json, the name of a property of `Reported`, or a function that computes the number. It
-    is "" if others report no such number."""
+    why it has none, or None if the number is not recorded. `report` gives the number that others reported: it is the
+    name of a figure in reported.json, the name of a property of `Reported`, or a function. It is "" if others report no
+    such number."""
 
     key: str  # in --sort and --json
     title: str
@@ -133,8 +131,7 @@ class Quantity:
         return [Measurement(found / self.divisor if self.divisor > 1 else found, basis)]
 
     def reported(self, record: RunRecord) -> Values:
-        """Return a list of one measurement: the number that others reported in the run's reported.json, or a number
-        computed from the figures there. Returns Inconclusive if there is none."""
+        """Return a list with the number that others reported (reported.json), or Inconclusive if there is none."""
         reported, report, value = record.reported, self.report, None
         if reported is not None and isinstance(report, str):
             value = getattr(reported, report, None) or reported.value(report)
@@ -189,8 +186,7 @@ def training_basis(record: RunRecord) -> Basis | None:
 
 
 def validation_basis(record: RunRecord) -> Basis | None:
-    """Return the basis of a run's validation losses (the text that they were measured on), or None if no such text is
-    recorded."""
+    """Return the basis of a run's validation losses, or None if their text is not recorded."""
     text, name = validation_text(record.model, record.train, record.dataset), record.dataset.get("name")
     if text is None:
         return None
@@ -202,16 +198,15 @@ def _slice(windows: int, context: int, start: int, split: str, dataset: object, 
 
 
 def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
-    """Return the number that the record's summary has under the key `in_summary`. If the record has no summary, return
-    the field `in_progress` of its `RunProgress`. Returns None if the number is not recorded."""
+    """Return the summary's field `in_summary` or, if the record has no summary, the progress's field `in_progress`.
+    Returns None if there is no such field."""
     source, key = (record.summary, in_summary) if record.summary else (record.progress, in_progress)
     number: Number = getattr(source, key, None)
     return number
 
 
 def _validation_loss(record: RunRecord) -> Number:
-    """Return the last validation loss. Without a finite one, returns Inconclusive if train.json asks for no validation,
-    otherwise None."""
+    """Return the last validation loss, or Inconclusive if there is none because train.json asks for no validation."""
     value = _latest("final_validation_loss", "validation_loss", record)
     is_off = record.train and record.train.get("validation_interval") is None
     return Inconclusive("trained without validation") if value is None and is_off else value
@@ -223,9 +218,8 @@ def _best_loss(record: RunRecord) -> Number:
 
 
 def final_validation_losses(record: RunRecord) -> Values:
-    """Return the run's last validation loss, as a list of one measurement, or the reason why there is none. If a
-    finished run's last validation loss was not finite, and its text is recorded, the measurement is NaN, so that a
-    verdict takes the run into account instead of leaving it out as one without a loss."""
+    """Return the run's last validation loss, as a list of one measurement, or the reason why there is none. A finished
+    run's loss that is not finite is NaN, so that a verdict takes the run into account."""
     summary, basis = record.summary, validation_basis(record)
     values = summary.model_dump(include={"final_validation_loss"}, exclude_unset=True) if summary else {}
     is_validated = record.train.get("validation_interval") is not None
@@ -244,7 +238,7 @@ def _reported_flops(reported: Reported, record: RunRecord) -> float | None:
 
 def _epochs(record: RunRecord) -> Number:
     """Return the number of passes over the train split; for a mixture of datasets, the largest number of passes over
-    one of their train splits. Returns None if it is not known."""
+    one of their train splits."""
     found = tokens_by_source(record.model, record.train, record.dataset, record.tokens_seen or 0)
     return max((seen / once for seen, once in found.values() if seen), default=None)
 
@@ -253,9 +247,8 @@ def _epochs(record: RunRecord) -> Number:
 
 
 def loss_basis(result: LossResult) -> Basis:
-    """Return the basis of a test loss, which identifies what was measured. Test losses have the same basis, and can be
-    compared, if the split's tokens (by a hash of its file), the tokenizer, the measured windows of the split, and the
-    precision are the same."""
+    """Return the basis of a test loss: the split's tokens (by a hash of its file), the tokenizer, the measured windows
+    of the split, and the precision."""
     tokenizer = result.text.tokenizer
     words = f"{_text_words(result)}, in {result.precision}"
     words += "" if tokenizer == "gpt2" else f", tokenizer {tokenizer[:8]}"
@@ -268,10 +261,8 @@ def _text_words(result: LossResult) -> str:
 
 
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
-    """Return a dict from the basis of each result's test loss to the basis of its bits per byte. A basis identifies the
-    text that a number was measured on; numbers with the same basis can be compared. Two test losses have the same basis
-    only if their tokens are the same. Two values of bits per byte can also have the same basis if the same text was cut
-    into different tokens.
+    """Return a dict from the basis of each result's test loss to the basis of its bits per byte. If the same text was
+    cut into different tokens, bits per byte can be compared, but test losses cannot.
 
     Results do not record whether two datasets with different tokenizers hold the same text. Here they count as the same
     text under three conditions: the precision is the same; both were measured from the first token of a split of the
@@ -307,16 +298,13 @@ def _measurements(
     basis_of: Callable[[AnyResult], Basis],
     read: Callable[[AnyResult], tuple[float | None, str] | None],
 ) -> Values:
-    """Return a run's measurements from its results of the class `kind`, or the reason why there are none. There is one
-    measurement for each basis (the text or task that was measured). `basis_of` returns a result's basis. `read` returns
-    its number and uncertainty, or None if the result does not have this quantity.
+    """Return a run's measurements from its results of the class `kind`, one for each basis, or the reason why there are
+    none. `read` returns a result's number and uncertainty, or None if the result does not have this quantity.
 
     For each basis, the result of the best checkpoint is used, or else that of the latest, or else that of the
-    checkpoint with the highest step; of several results of one checkpoint, the newest. The measurement's `remark` names
-    this checkpoint, unless it is the best one and no other was measured. A basis is left out if the number of this
-    result is None. If this checkpoint of a finished run is neither the best nor the latest, the basis is left out, too,
-    because the number would not be that of the run's end. Results of an earlier training, whose checkpoints were moved
-    to the run's folder aside/, do not count.
+    checkpoint with the highest step; of several results of one checkpoint, the newest. If neither the best nor the
+    latest checkpoint of a finished run was measured, the basis is left out, because the number would not be that of the
+    run's end. Results of an earlier training (aside/) do not count.
     """
     best_step = record.summary.best_step if record.summary else None
     steps = record.summary.global_steps if record.summary else None
@@ -364,8 +352,8 @@ def _measurements(
 
 
 def all_test_losses(record: RunRecord) -> Values:
-    """Return the test losses of a run (see `_measurements`), at most one for each `loss_basis` (text and precision), or
-    the reason why there are none. A loss that is not finite is NaN."""
+    """Return the test losses of a run, at most one for each `loss_basis` (text and precision), or the reason why there
+    are none. A loss that is not finite is NaN."""
     return _measurements(
         record, LossResult, loss_basis, lambda result: (math.nan if result.loss is None else result.loss, "")
     )
@@ -380,7 +368,7 @@ def _finite_test_losses(record: RunRecord) -> Values:
 
 def _trained_on(record: RunRecord) -> Values:
     """Return a percentage for each text of a test loss: how many of the 13-grams of the text's split also occur in the
-    run's training data. Texts for which this is not known are left out. Returns Inconclusive if none is left."""
+    run's training data."""
 
     def read(result: LossResult) -> tuple[float | None, str] | None:
         found = result.trained_on
@@ -415,9 +403,9 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
 
 
 def judging_basis(result: InstructionResult) -> Basis:
-    """Return the basis of an instruction score, which identifies what was measured; scores with the same basis can be
-    compared. For scores to have the same basis, the judge, its URL, the prompt, questions, questions without a score
-    and number of repeats must be the same, and all answers must have been judged together, or each model's alone."""
+    """Return the basis of an instruction score. Scores can be compared if the judge, its URL, the prompt, questions,
+    questions without a score and number of repeats are the same, and all answers were judged together, or each model's
+    alone."""
     missing = tuple(number for number, score in enumerate(result.scores, start=1) if score is None)
     identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, missing, result.repeats)
     some = f" without a score for {abbreviated([str(number) for number in missing])}" if missing else ""
@@ -436,8 +424,8 @@ def _scores(record: RunRecord) -> Values:
 
 
 def benchmark_basis(result: BenchmarkResult) -> Basis:
-    """Return the basis of a benchmark's scores. Scores of one task and metric can be compared if their basis is the
-    same: number of shots, examples, version of lm-eval, and precision."""
+    """Return the basis of the scores of one task and metric: number of shots, examples, version of lm-eval, and
+    precision."""
     shots = "the task's own shots" if result.num_fewshot is None else f"{result.num_fewshot} shots"
     examples = "all examples" if result.limit is None else f"the first {result.limit} examples"
     identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)
@@ -455,8 +443,8 @@ def _benchmark(task: str, metric: str, record: RunRecord) -> Values:
 
 def _benchmark_while_training(task: str, metric: str, record: RunRecord) -> Values:
     """Return the benchmark score of the last evaluation while training, or the reason why there is none. It is never
-    compared with a score by evaluate_benchmarks.py, because training does not record lm-eval's version. If its number
-    of examples or its precision is not known, it is compared with no other run's score either."""
+    compared with a score by evaluate_benchmarks.py, because training does not record lm-eval's version. Without its
+    number of examples or its precision, it is compared with no other run's."""
     event = next((each for each in record.benchmarks if (each.task, each.metric) == (task, metric)), None)
     if event is None or event.value is None:
         return Inconclusive("not measured while training" if event is None else "its score is not finite")
@@ -483,7 +471,7 @@ def _mfu(record: RunRecord) -> Number:
 
 def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
     """Return the MFU in percent, computed from the reported speed: model FLOPs over the devices' peak (PaLM,
-    arXiv:2204.02311). Returns None if the speed, the peak or the model is not known."""
+    arXiv:2204.02311)."""
     speed, peak = reported.training_speed, peak_flops(reported.device)
     if speed is None or peak is None or record.shape is None:
         return None
@@ -491,8 +479,7 @@ def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
 
 
 def _spent(what: Literal["seconds", "dollars"], without: str, record: RunRecord) -> Number:
-    """Return the total seconds or dollars (`what`) of a run, minus those of the phase `without` if a phase is given.
-    Returns None if they are not recorded, or Inconclusive if dollars are missing for lack of a price per hour."""
+    """Return the total seconds or dollars (`what`) of a run, minus those of the phase `without` if a phase is given."""
     spent: Mapping[str, float] = getattr(record, what)
     if what == "dollars" and "total" in record.seconds and "total" not in spent:
         return Inconclusive("train.json had no price_per_hour")

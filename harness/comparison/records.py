@@ -1,6 +1,5 @@
-"""Records of runs for a comparison. Each is read from a run's folder: configuration, progress, results, and figures
-that others reported. If a needed file is broken, the record's `problems` has a line for it, and the other files are
-still read. Does not load torch."""
+"""Records of runs for a comparison, read from the runs' folders: configuration, progress, results, and figures that
+others reported. Does not load torch."""
 
 from __future__ import annotations
 
@@ -77,9 +76,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunRecord:
-        """Read a run's folder. Raises no exception, whatever a file contains. Without a summary that is up to date, the
-        state is "damaged" if a file such as summary.json, train.json or metrics.jsonl cannot be read; its detail is the
-        reason."""
+        """Read a run's folder. Raises no exception, whatever a file contains."""
         problems: list[str] = []
 
         def attempt(read: Callable[[], Read]) -> Read | None:
@@ -153,13 +150,13 @@ class RunRecord:
     @property
     def dataset(self) -> Mapping[str, Any]:
         """The dataset as recorded: its name (key "name") and, by split, the number of tokens and their hash. Empty if
-        nothing was recorded."""
+        not recorded."""
         dataset = self.recorded("dataset")
         return dataset if isinstance(dataset, dict) else {}
 
     @property
     def shape(self) -> ModelConfig | None:
-        """Configuration of the model, or None if it is not known or cannot be represented by this version."""
+        """Configuration of the model, or None if it is not known or not valid."""
         try:
             return ModelConfig.model_validate(dict(self.model))
         except ValidationError:
@@ -173,7 +170,7 @@ class RunRecord:
     @property
     def global_batch(self) -> int | None:
         """Number of sequences per optimizer step over all ranks: the last one that was recorded, or else train.json's
-        global_batch_size. None if neither is known."""
+        global_batch_size."""
         parts = [self.recorded(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
         if None not in parts:
             return int(parts[0] * parts[1] * parts[2])
@@ -183,8 +180,7 @@ class RunRecord:
     @property
     def seconds(self) -> Mapping[str, float]:
         """Seconds by phase, and in total. Empty if nothing was recorded. Without a summary, the phases are counted up
-        to the latest checkpoint, and the total is the larger of their sum and the seconds in the last line of
-        metrics.jsonl."""
+        to the latest checkpoint, and the total may include time since then."""
         if self.summary:
             return self.summary.seconds
         phases = self.meta.seconds if self.meta else {}
@@ -195,9 +191,8 @@ class RunRecord:
 
     @property
     def dollars(self) -> Mapping[str, float]:
-        """Dollars by phase, and in total, as recorded by the summary or else by the latest checkpoint. In the second
-        case the total also has the cost of the time since that checkpoint, at train.json's price per hour. If no
-        dollars are recorded, all seconds are counted at this price. Empty if there is no price, either."""
+        """Dollars by phase, and in total. Time for which no dollars are recorded is counted at train.json's price per
+        hour. Empty if there is no price, either."""
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
         price, meta = self.train.get("price_per_hour"), self.meta
@@ -209,20 +204,19 @@ class RunRecord:
 
     @property
     def changes(self) -> list[str]:
-        """The changes made while the run was trained (see `RunSummary.changes`). Empty without a summary."""
+        """The changes made while the run was trained. Empty without a summary."""
         return self.summary.changes if self.summary else []
 
     def recorded(self, key: str) -> Any:
-        """Return the value of `key` in `summary`, or in `meta` if `summary` is None. Returns None if the value is not
-        recorded. `key` is a field of both `RunSummary` and `CheckpointMeta`."""
+        """Return the field `key` of `summary` or, without a summary, of `meta`; None if it is not recorded. `key` is a
+        field of both `RunSummary` and `CheckpointMeta`."""
         source = self.summary or self.meta
         return None if source is None else getattr(source, key)
 
 
 def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
     """Return the runs with these names, paths or patterns (`lr-*`), each once, or all runs in `runs_dir` if `names` is
-    empty. Raises UserError as `RunDirectory.find_all` does, if a named folder is not a run, or if `names` is empty and
-    there are no runs."""
+    empty. Raises UserError if there is no run for a name, or none at all."""
     if not names and not known_runs(runs_dir):
         raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
     patterns = names or ("*",)
@@ -235,8 +229,8 @@ def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
 
 
 def log_tail(run: RunDirectory) -> list[str]:
-    """Return the lines in the last LOG_TAIL_BYTES of a run's sweep.log, or an empty list if there is no log or it
-    cannot be read. The first of these lines may lack its beginning."""
+    """Return the lines in the last LOG_TAIL_BYTES of a run's sweep.log, or an empty list if it cannot be read. The
+    first of these lines may lack its beginning."""
     if not run.sweep_log.is_file():  # a pipe could be read forever
         return []
     try:
@@ -254,10 +248,8 @@ def _read_summary(run: RunDirectory) -> RunSummary | None:
 
 
 def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
-    """Return True if model.json has another shape than the model that `summary` records. Also return True if
-    train.json's budget is larger than the recorded one or of another kind, and the run has not reached it. A budget of
-    the whole split counts as reached only if the recorded budget and number of epochs are the same. Returns False if
-    model.json or train.json cannot be read."""
+    """Return True if model.json has another shape than the model that `summary` records, or if train.json asks for more
+    training than the run has had."""
     with suppress(UserError, OSError):
         model, train = load_model_config(run.model_json), load_train_config(run.train_json)
         key, had = train.budget_key, summary.train
@@ -282,8 +274,8 @@ def _unfinished_state(
     *,
     is_outdated: bool,
 ) -> State:
-    """Return the state of a run without a summary, or with an outdated one (`is_outdated`): model.json or train.json
-    now asks for another model shape or for more training (see `_asks_for_more`). `train` is the record's `train`."""
+    """Return the state of a run without a summary, or with one that model.json or train.json has outdated
+    (`is_outdated`)."""
     held = is_held(run.lock_file)
     if not held and (end := _last_end(run)):
         return end
@@ -307,8 +299,7 @@ def _unfinished_state(
 
 
 def _last_end(run: RunDirectory) -> State | None:
-    """Return the state "failed" if sweep.log records that the run failed after its last start. Returns None if it does
-    not, or if the run was trained without a sweep afterwards."""
+    """Return the state "failed" if the run's last training was in a sweep and failed, otherwise None."""
     with suppress(OSError):
         if run.metrics.stat().st_mtime > run.sweep_log.stat().st_mtime:
             return None

@@ -1,5 +1,5 @@
-"""Table with a row for each run, as text for a terminal of 80 characters and as JSON. Numbers are in the same column
-only if they can be compared."""
+"""Table with a row for each run, as text for a terminal and as JSON. Numbers are in the same column only if they can be
+compared."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ HEADINGS = {
 @dataclass(frozen=True)
 class Cell:
     """Value of one run in one column, and its text. An empty cell has the value None, an empty `text`, and the reason
-    as `remark`. (A setting that is null has the value None, too, but its text is "null".) The `remark` of any other
-    cell is what a reader must know about the value, or is empty."""
+    as `remark`. The `remark` of any other cell is what a reader must know about the value."""
 
     value: Any
     text: str
@@ -74,7 +73,7 @@ class Cell:
 @dataclass(frozen=True)
 class Column:
     """One column of the table. `about` describes what its numbers were measured on, or is empty. `lower_is_better` is
-    None if neither direction is better, or if the better one is not known."""
+    None if neither direction is known to be better."""
 
     key: str
     title: str
@@ -90,23 +89,20 @@ class Column:
 
     @property
     def quantity(self) -> str:
-        """Key of the quantity that the column shows. It is `key` without the prefix "reported_" of a column of reported
-        figures, and without the suffix of a second or later column of one quantity, such as ":2"."""
+        """Key of the quantity that the column shows: `key` without the prefix "reported_" and without a suffix such as
+        ":2"."""
         return self.key.removeprefix("reported_").partition(":")[0]
 
     @property
     def is_alike(self) -> bool:
-        """True if the table has at least two runs, all cells of the column are equal and have a value, and
-        `lower_is_better` is None."""
+        """True if the table has several runs, all with the same value, and neither direction is better."""
         first, *others = self.cells
         is_fact = self.lower_is_better is None and first.value is not None
         return bool(others) and is_fact and all(cell == first for cell in others)
 
     @property
     def heading(self) -> str:
-        """Short heading from HEADINGS, or else the title and the unit. It has the column's number if the quantity has
-        several columns, and the word "reported" if reported figures stand beside measured ones. If all figures are
-        reported, only the cells are marked."""
+        """Short heading for the table as text."""
         if self.quantity not in HEADINGS:
             unit = "" if self.unit == NATS else self.unit
             return " ".join(word[:LONGEST_WORD] for word in printable(f"{self.title} {unit}").split())
@@ -116,7 +112,7 @@ class Column:
 
     def sort_key(self, row: int) -> tuple[bool, Any]:
         """Return the key by which this column sorts a row: the best value first, or the lowest if neither direction is
-        better. Text is sorted alphabetically, and rows whose value is None are last."""
+        better, and rows whose value is None last."""
         value = self.cells[row].value
         if value is None:
             return True, 0
@@ -141,12 +137,9 @@ class RunsTable:
         return cls(tuple(records), tuple(columns), tuple(quantity.title for quantity, those in found if not those))
 
     def sorted(self, key: str | None) -> RunsTable:
-        """Return the table sorted by the column `key`: the best value first (the lowest, if neither direction is
-        better), rows whose value is None last. The key "name" sorts by the runs' names. If `key` is None, sorts by the
-        columns whose keys are in LOSSES, those with at least two values before the others. A later column decides only
-        between runs whose values in the earlier ones are equal or all missing. If the table has no such column, sorts
-        by the names. Raises UserError if no column has the given key. The message names the nearest key, or all keys if
-        none is near."""
+        """Return the table sorted by the column `key`, the best value first, or by the runs' names if `key` is "name".
+        If `key` is None, sorts by the columns whose keys are in LOSSES, or else by the names. Raises UserError if no
+        column has the given key."""
         named = {column.key: column for column in self.columns}
         by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))
@@ -171,8 +164,7 @@ def is_number(value: object) -> bool:
 
 
 def number_text(value: float, style: str) -> str:
-    """Format a number. `style` is a format specification, MONEY or COUNT. A number of 1e15 or more is written with a
-    power of ten."""
+    """Format a number. `style` is a format specification, MONEY or COUNT."""
     if abs(value) >= LARGEST_SHOWN:
         return format(value, ".2e")
     if style == MONEY:
@@ -207,10 +199,8 @@ def machine_of(record: RunRecord) -> str | None:
 
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
-    """Return a column for each setting with more than one value. Settings are the keys of model.json and train.json,
-    then the dataset's content, the machine, torch and the precision. The value for the key "attention" is the kernel
-    that was used, if it is recorded. A missing value does not count as another value, because runs of an earlier
-    version lack some keys."""
+    """Return a column for each setting or other fact of training with more than one value. A missing value does not
+    count as another value, because runs of an earlier version lack some keys."""
     settings: list[dict[str, Any]] = []
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping) and "sha256" in split]
@@ -244,9 +234,9 @@ def _as_text(value: object) -> str:
 
 
 def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
-    """Return the columns of a quantity, or an empty list if no run has it. There is one column for the basis (text or
-    task) on which the most runs were measured, and one for each other basis of two or more runs. Figures that others
-    reported have columns of their own, and are never mixed with numbers that were measured here."""
+    """Return the columns of a quantity: one for the basis (text or task) on which the most runs were measured, and one
+    for each other basis of two or more runs. Figures that others reported are never mixed with numbers that were
+    measured here."""
     values = [quantity.values(record) for record in records]
     found = by_basis(values)
     shown = {basis: runs for number, (basis, runs) in enumerate(found.items()) if number == 0 or len(runs) > 1}
@@ -273,9 +263,8 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
 
 
 def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_reported: bool = False) -> list[Column]:
-    """Return a column for each basis in `found`; the columns have distinct keys and titles. A basis is the text or task
-    that a number was measured on, and `found[basis][row]` is the measurement of the run in this row, if it has one.
-    `reasons[row]` becomes the remark of the row's cell in each column where this cell is empty."""
+    """Return a column for each basis in `found`, with distinct keys and titles. `reasons[row]` becomes the remark of
+    the row's empty cells."""
     columns = []
     for number, (basis, measured) in enumerate(found.items(), 1):
         cells = []
@@ -296,10 +285,8 @@ def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_r
 
 
 def table_lines(table: RunsTable) -> Iterator[str]:
-    """Yield the lines of the table: one block of the most important columns, the settings that differ, the texts of
-    `below_lines`, the names of the columns not shown, what the numbers were measured on, the remarks on cells (such as
-    why one is empty), and the runs' other problems. A line has at most 80 characters, unless long names of runs (see
-    `cut_names`) or more than 99 remarks need more."""
+    """Yield the lines of the table for a terminal: one block of the most important columns, and below it the settings
+    that differ, other texts, and the remarks on cells."""
     remarks: dict[str, int] = {}  # the number of each remark, by its text; the cells show the number
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, max(WIDTH - max(map(len, [*names, "run"])), LEAST_ROOM))
@@ -335,8 +322,8 @@ def table_lines(table: RunsTable) -> Iterator[str]:
 
 
 def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
-    """Yield texts below the table: its sort key, columns with the same value in all runs, sources of reported figures,
-    changes of runs during their training, and quantities that no run has."""
+    """Yield texts below the table, such as its sort key and the values of the columns `alike`, which are the same in
+    all runs."""
     if table.sorted_by and len(table.records) > 1:
         yield f"Sorted by {table.sorted_by}."
     if alike:
@@ -355,9 +342,7 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
 
 
 def _fitting(table: RunsTable, room: int) -> list[Column]:
-    """Return the columns that fit into `room` characters, MOST_COLUMNS - 1 at most, chosen in this order: the state,
-    the column that the table is sorted by, the columns of HEADINGS, then scores and benchmarks. Settings are left out,
-    and so are columns with the same value in all runs."""
+    """Return the most important columns that fit into `room` characters. Settings are left out."""
     order = [*HEADINGS]
     omitted = {each.key for each in (*TRAINED, *SPENT)}.difference(order)
 
@@ -379,8 +364,7 @@ def _fitting(table: RunsTable, room: int) -> list[Column]:
 
 def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
     """Return the text of each cell and its marks: "r" for a reported figure, and the number of its remark. A new remark
-    is added to `remarks` with the next number. An empty cell is "-". The marks are padded to the same width, so that
-    numbers without marks end where numbers with marks do."""
+    is added to `remarks` with the next number."""
     marks = []
     for cell in column.cells:
         number = f" [{remarks.setdefault(cell.remark, len(remarks) + 1)}]" if cell.remark else ""
@@ -390,9 +374,8 @@ def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
 
 
 def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:
-    """Return the names, with control characters escaped, and names of more than `most` characters cut in the middle. Of
-    names that would then look the same, the part in which they differ is kept whole, even if it needs more room. If two
-    names would still look the same, no name is cut."""
+    """Return the names, with control characters escaped, and names of more than `most` characters cut in the middle.
+    Names that would then look the same are cut less, or not at all."""
     whole = [printable(name) for name in names]
     shown = {name: _cut(name, most) for name in whole}
     alike: dict[str, list[str]] = {}
@@ -405,8 +388,7 @@ def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:
 
 
 def _cut_around_differences(names: Sequence[str], most: int) -> dict[str, str]:
-    """Return a short form of each of the distinct `names`, by name. The beginning and the end that all names share are
-    cut; the middle, in which they differ, is kept whole."""
+    """Return a short form of each of the distinct `names`, by name. The middle, in which they differ, is kept whole."""
     start = _shared(names)
     end = min(_shared([name[::-1] for name in names]), min(map(len, names)) - start)
     around = max(most - max(map(len, names)) + start + end, LEAST_AROUND)
@@ -418,7 +400,7 @@ def _cut_around_differences(names: Sequence[str], most: int) -> dict[str, str]:
 
 
 def _shared(names: Sequence[str]) -> int:
-    """Return the number of characters at the beginning of the names that are the same in all names."""
+    """Return the number of characters at the beginning that are the same in all names."""
     return sum(1 for _ in itertools.takewhile(lambda each: len({*each}) == 1, zip(*names, strict=False)))
 
 
@@ -431,8 +413,8 @@ def _cut(text: str, most: int) -> str:
 
 
 def table_json(table: RunsTable) -> dict[str, Any]:
-    """Return the table as JSON: `columns` by key, and `runs` in the table's order. The `values` of a run have the same
-    keys as the columns. The value of an empty cell is null, with a `remark` that says why."""
+    """Return the table as JSON: `columns` by key, and `runs` in the table's order. The `values` of a run have the
+    columns' keys. The value of an empty cell is null, with a `remark` that says why."""
     return {
         "columns": {
             column.key: {

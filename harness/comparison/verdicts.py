@@ -1,5 +1,5 @@
 """Verdicts on arms against the baseline: better, worse or inconclusive, with the reason. An arm is one run, or several
-runs that differ only in the seed. Training noise comes from the seed, text noise from the choice of text (noise.py)."""
+runs that differ only in the seed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ Word = Literal["better", "worse", "inconclusive"]
 @dataclass(frozen=True)
 class Arm:
     """One run, or several runs that differ only in their seeds. `losses` has the loss of each run in nats per token.
-    All arms of a comparison are measured on the same text. `windows` has an array for each run: the loss of each window
-    (sequence of context length) of the text, [windows]. It is None if these losses are not known for all runs. `names`
-    has the names of the runs, if they are known; only messages use them. `diverged` has the names of the arm's runs
-    that have diverged. Those that diverged before their end have no loss here, so that the arm looks better than it is.
-    """
+    `windows` has the losses of each run's windows (sequences of context length), [windows], or is None if they are not
+    known for all runs. `names` has the names of the runs, for messages. `diverged` has the names of the arm's runs that
+    have diverged."""
 
     name: str
     losses: Sequence[float]
@@ -50,8 +48,8 @@ class Arm:
 
     @property
     def flaw(self) -> str:
-        """Reason why the arm cannot be compared: it has no run, or a run whose loss is not finite. Empty if the arm can
-        be compared."""
+        """Reason why the arm cannot be compared: it has no run, or a run whose loss is not finite. Empty if there is
+        none."""
         if not self.losses:
             return f"{self.name} has no run with this loss"
         if np.isfinite(self.losses).all():
@@ -68,8 +66,7 @@ class Arm:
     @cached_property
     def variance_by_text(self) -> float | None:
         """The part of the variance between the losses of the arm's runs, in nats², that is due to the choice of the
-        text on which they were measured: other text would change these losses by different amounts. None if the arm has
-        a single run, or if the losses of windows are missing, differ in number, are too few or are not finite."""
+        text: other text would change these losses by different amounts. None if it is not known."""
         if self.windows is None or self.run_count < 2 or len({windows.size for windows in self.windows}) > 1:
             return None
         estimates = [text_noise(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
@@ -79,10 +76,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean loss of an arm (runs that differ only in the seed) minus the mean loss of the baseline, in nats. Negative if
-    the arm is better. `training` and `text` estimate this difference with one kind of noise each, and `total` with both
-    kinds. An estimate whose noise is not known is Inconclusive, with the reason; `total` leaves out unknown text noise.
-    """
+    """Mean loss of an arm minus the mean loss of the baseline, in nats: negative if the arm is better. `training` and
+    `text` estimate it with one kind of noise each, `total` with both."""
 
     value: float
     training: LossEstimate | Inconclusive  # other seeds, the same text
@@ -96,8 +91,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on one arm (runs that differ only in the seed). Differences are the arm's loss minus the baseline's, in
-    nats: negative is better."""
+    """Verdict on one arm. Differences are the arm's loss minus the baseline's, in nats: negative is better."""
 
     arm: str
     baseline: str
@@ -112,30 +106,22 @@ class Verdict:
 
 
 def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
-    """Return a verdict on each arm against the baseline, in the order of `arms`. An arm is one run, or several runs
-    that differ only in the seed; the baseline is an arm, too. The verdicts have Holm's correction for the number of
-    arms that can be tested.
-
-    The caller ensures that all losses are of one kind, such as test losses, and of the same text, and that the runs of
-    an arm differ only in the seed (harness/comparison/arms.py).
+    """Return a verdict on each arm against the baseline, in the order of `arms`. The verdicts have Holm's correction
+    for the number of arms that can be tested. The caller ensures that all losses are of one kind, such as test losses,
+    and of the same text, and that the runs of an arm differ only in the seed.
 
     - The arm and the baseline have two runs or more each: Welch's interval for training noise. Text noise is added if
       it is known.
     - The arm or the baseline has a single run: the spread over seeds is pooled from all arms that have replicates and
-      only finite losses. If a single run belongs to an arm 4 times as noisy as the only other arm, the 95 % interval
-      contains the true difference in 65 % of experiments with 3 runs of the other arm, and in 40 % with 20 runs.
+      only finite losses. The interval is too narrow if the single run's arm is noisier than these.
     - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
-      the interval of the difference that these trained models would have on other text, if text noise is known.
+      the interval for text noise, if that is known.
     - The arm or the baseline has no run, or a loss that is not finite: inconclusive, and `difference` is None.
     - The better one of the two has a seed that diverged: inconclusive. A run that diverged before its end has no loss,
       so that its arm looks too good.
 
     With 3 to 5 runs per arm, 93.4 to 96.5 % of the 95 % intervals contain the true difference, for normal losses whose
-    standard deviations differ by up to a factor of 4. With 2 runs in an arm, 88 to 98 % of them do (88 % with 20 runs
-    in the other arm), because Welch's degrees of freedom are then a poor estimate. With Holm's correction, 2 to 8 arms
-    without effect give a false alarm in 1.5 to 5 % of experiments if all arms have the same number of runs and their
-    standard deviations differ by at most a factor of 2. If several arms do differ from the baseline, all intervals
-    together contain their true differences less often than a single interval does (5 arms of 10 runs: 91 %).
+    standard deviations differ by up to a factor of 4. With 2 runs in an arm, 88 to 98 % do.
     """
     differences = [difference_of(baseline, arm, [baseline, *arms]) for arm in arms]
     estimates = [each.total if isinstance(each, Difference) else each for each in differences]
@@ -157,10 +143,9 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
 
 def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | Inconclusive:
-    """Estimate the mean loss of `arm` minus the mean loss of `baseline`. Each is one run, or several runs that differ
-    only in the seed. `arms` has all arms of the comparison, these two included: if one of the two has a single run, the
-    spread over seeds is pooled from all arms without a flaw. Returns Inconclusive if one of the two has a flaw
-    (`Arm.flaw`)."""
+    """Estimate the mean loss of `arm` minus the mean loss of `baseline`. `arms` has all arms of the comparison, these
+    two included: if one of the two has a single run, the spread over seeds is pooled from all arms without a flaw.
+    Returns Inconclusive if one of the two has a flaw."""
     if flaw := arm.flaw or baseline.flaw:
         return Inconclusive(flaw)
     pair = (baseline, arm)
@@ -201,9 +186,7 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
 
 
 def _untested(baseline: Arm, arm: Arm, difference: Difference | Inconclusive) -> Verdict:
-    """Return the inconclusive verdict on an arm whose difference from the baseline cannot be tested. Its sentence gives
-    the reason. It also gives the difference, if that is known, and says whether it is within text noise, if text noise
-    is known."""
+    """Return the inconclusive verdict on an arm whose difference from the baseline cannot be tested."""
     head, run_counts = f"{arm.name} against {baseline.name}", (arm.run_count, baseline.run_count)
     if isinstance(difference, Inconclusive):
         return Verdict(arm.name, baseline.name, run_counts, "inconclusive", f"{head}: {difference}")
@@ -221,10 +204,8 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference | Inconclusive) ->
 def _tested(
     baseline: Arm, arm: Arm, difference: Difference, total: LossEstimate, tests: int, adjusted_p: float, alpha: float
 ) -> Verdict:
-    """Return the verdict on an arm (runs that differ only in the seed). `total` is `difference.total`. The verdict is
-    inconclusive if the interval of `total` at level 1 − alpha contains 0. Its sentence then names each kind of noise
-    whose interval at the same level contains 0, too, or both kinds together if neither does alone. `tests` is the
-    number of tested arms; the sentence mentions it if there are several."""
+    """Return the verdict on an arm. It is inconclusive if the interval of `total` (`difference.total`) at level 1 −
+    alpha contains 0. `tests` is the number of tested arms."""
     low, high = interval = total.interval(alpha)
     level = 100 - float(f"{100 * alpha:.2g}")  # two digits of 100 * alpha: 100 - 1.7 = 98.3, 100 - 0.42 = 99.58
     digits, is_unclear = _digits(interval), total.may_be_zero(alpha)
@@ -255,17 +236,11 @@ def _tested(
 
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Sequence[str] = ()) -> str:
     """Return sentences on training noise (the spread of the loss over seeds), and on the number of seeds that it takes
-    to detect a difference of 0.01 nats. `arms` are all compared arms, including the baseline; the runs of an arm differ
-    only in their seeds. `chance` names what these seeds change (see `Arms`). If no arm without a flaw (`Arm.flaw`) has
-    two runs, or if seeds do not change the loss, returns one sentence that says that the noise is unknown.
+    to detect a difference of 0.01 nats and the differences of inconclusive verdicts. `arms` are all compared arms,
+    including the baseline. `chance` names what their seeds change (see `Arms`).
 
-    Up to three more sentences are about inconclusive verdicts whose interval contains 0. One gives the number of seeds
-    to detect a difference of the size that was measured, for each arm where training noise alone can explain this
-    difference. The others are about the arms where text noise (from the choice of the text) can explain the difference,
-    because more seeds would not reduce text noise.
-
-    Holm's correction is applied neither to these numbers of seeds nor to the choice of the named arms: each number is
-    for a test of one arm alone against the baseline. The numbers leave out the text noise that all runs share.
+    Each number is for a test of one arm alone against the baseline, without Holm's correction. The numbers leave out
+    the text noise that all runs share.
     """
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:

@@ -35,7 +35,7 @@ QUIET = {"frameon": False, "fontsize": "small"}
 
 def draw_scaling_chart(analysis: Analysis, picture: Path) -> None:
     """Draw the four panels into the file `picture`, in the format of its suffix. An existing file is replaced
-    atomically, by renaming. Raises OSError if the file cannot be written."""
+    atomically. Raises OSError if the file cannot be written."""
     kind = picture.suffix.lower().removeprefix(".")
     with matplotlib.style.context("default"), matplotlib.rc_context({"font.size": 10, "svg.fonttype": "none"}):
         figure = Figure(figsize=(11, 8.5), dpi=150, layout="constrained")
@@ -63,8 +63,7 @@ def _write_reason(axes: Axes, reason: str, y: float) -> None:
 
 
 def _mark(axis: Axis, values: np.ndarray, write: Callable[[float], str]) -> None:
-    """Label a logarithmic axis over these values with a few round numbers, however many powers of ten the values
-    span."""
+    """Label a logarithmic axis over these values with a few round numbers."""
     decades = np.log10(values.max() / values.min())
     within = next((each for most, each in ROUND if decades < most), (1,))
     axis.set_major_locator(LogLocator(subs=within, numticks=12))
@@ -80,9 +79,8 @@ def _error(value: Estimate) -> list[list[float]]:
 
 
 def _along(analysis: Analysis, *, predictions: bool = False) -> np.ndarray:
-    """Return the x values of a curve over FLOPs, (CURVE_POINTS,), evenly spaced on a logarithmic axis. They extend a
-    little beyond the FLOPs of the points that the laws are fitted to, on both sides. With `predictions`, the range also
-    includes the FLOPs of the predictions."""
+    """Return the x values of a curve over FLOPs, (CURVE_POINTS,), a little beyond the FLOPs of the points on both
+    sides. With `predictions`, the range also includes theirs."""
     further = [prediction.plan.flops for prediction in analysis.predictions] if predictions else []
     flops = np.log([*analysis.points.flops, *further])
     margin = 0.15 * np.ptp(flops) + 0.05
@@ -118,8 +116,8 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
 
 
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
-    """Draw the best size, or the best number of tokens, over FLOPs: once by the isoFLOP profiles, and once by the
-    fitted law. If neither gives anything to draw, write the reason why the profiles do not."""
+    """Draw the best size, or the best number of tokens (`quantity`), over FLOPs: once by the isoFLOP profiles, and once
+    by the fitted law."""
     isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
     title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
     axes.set(xscale="log", yscale="log", xlim=along[[0, -1]], title=title, xlabel="FLOPs", ylabel=quantity)
@@ -158,7 +156,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
 
 def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     """Draw the losses of all points over FLOPs, the law's loss at the best size for each number of FLOPs, and the
-    predictions. Without a law, draw only the points, and write the reason."""
+    predictions."""
     points, law, cost, along = analysis.points, analysis.law, analysis.cost, _along(analysis, predictions=True)
     axes.set(xscale="log", xlim=along[[0, -1]], title="Loss over FLOPs", xlabel="FLOPs", ylabel="loss (nats per token)")
     colors = _colors(points.parameters)

@@ -39,8 +39,8 @@ class Point:
 
 class Points:
     """Data points of n trained models, with an array [n] for each of parameters, tokens, FLOPs and loss. `left_out` has
-    lines that say which models are not included, and why. `trained_on` has the runs' "dataset" in train.json and their
-    context length, or is None for points from a file."""
+    lines on models that are not included. `trained_on` has the runs' "dataset" in train.json and their context length,
+    or is None for points from a file."""
 
     def __init__(
         self, points: Sequence[Point], left_out: Sequence[str] = (), trained_on: tuple[object, object] | None = None
@@ -59,8 +59,7 @@ class Points:
 
     def without_highest(self, count: int) -> Points:
         """Return the points without the `count` highest losses, which often belong to models whose size is far from the
-        best (Besiroglu et al., arXiv:2404.10102, leave out five). `left_out` gets a line about them. Raises UserError
-        if no points would be left."""
+        best (Besiroglu et al., arXiv:2404.10102, leave out five). Raises UserError if no points would be left."""
         if not count:
             return self
         if count >= len(self):
@@ -74,8 +73,8 @@ class Points:
 
 
 def different(values: np.ndarray) -> int:
-    """Return the number of different sizes or token counts in `values`. After sorting, a value that is less than 1 %
-    above the value before it counts as the same."""
+    """Return the number of different sizes or token counts in `values`. After sorting, a value less than 1 % above the
+    one before it counts as the same."""
     gaps = np.diff(np.sort(np.log(values)))
     return int(np.count_nonzero(gaps > SAME_SIZE)) + 1 if len(values) else 0
 
@@ -91,10 +90,9 @@ class CostLaw:
 
     @classmethod
     def of(cls, points: Points) -> CostLaw:
-        """Return the rule of thumb C = 6ND if it is exact for all points. Otherwise fit C = coefficient * N^exponent *
-        D by a straight line through ln(C / (N * D)) over ln N; if all sizes are the same, the exponent stays 1. In
-        small models the rule is not exact, because the shares of embeddings (which are looked up) and attention (which
-        grows with the context) change with the size."""
+        """Return the rule of thumb C = 6ND if it is exact for all points, otherwise a fit to the points. In small
+        models the rule is not exact, because the shares of embeddings (which are looked up) and attention (which grows
+        with the context) change with the size."""
         ratio = points.flops / points.tokens / points.parameters
         if np.allclose(ratio, FLOPS_PER_PARAMETER, rtol=1e-6):
             return cls()
@@ -124,9 +122,7 @@ def read_points(path: Path) -> Points:
     """Read points from a CSV file with the columns parameters, flops and loss, and optionally tokens and name.
 
     If tokens are not given, they are flops / 6 / parameters. Lines that begin with # are comments. Lines whose loss is
-    not finite are left out. Raises UserError if the file cannot be read or is larger than LARGEST_FILE_BYTES, if its
-    columns are wrong, if a line is not CSV or has too few or too many values, if a value is invalid (naming line and
-    column), or if no point is left.
+    not finite are left out. Raises UserError if the file is wrong, or if no point is left.
     """
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
@@ -195,8 +191,8 @@ def _point(where: str, line: int, row: dict[str, str]) -> Point:
 
 
 def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
-    """Return points with the final validation losses and the exact FLOPs of finished runs. A run that gives no point,
-    such as an unfinished run or the copy of another run, is named in `left_out` with the reason.
+    """Return points with the final validation losses and the exact FLOPs of finished runs. A run that gives no point is
+    named in `left_out` with the reason.
 
     Raises UserError if two runs differ in their validation text or training text, or if no run gives a point.
     """
@@ -232,8 +228,8 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
 
 
 def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, object]]:
-    """Return the point of a finished run, and facts about its training and validation text. One law can hold for
-    several runs only if these facts are equal. Raises UserError with the reason if the run gives no point."""
+    """Return the point of a finished run, and facts about its training and validation text, which must be equal for all
+    runs of a law. Raises UserError with the reason if the run gives no point."""
     dataset = summary.dataset or {}
     text = validation_text(summary.model or {}, summary.train, dataset)
     if summary.train.get("initial_weights") is not None:

@@ -22,8 +22,8 @@ UNDETERMINED = 0.025  # largest fraction of a profile's bootstrap draws that may
 
 @dataclass(frozen=True)
 class Optimum:
-    """Lowest point of a profile's parabola, with intervals: the number of parameters at which training with the
-    profile's FLOPs gives the lowest loss, the number of tokens of that training, and its loss."""
+    """Lowest point of a profile's parabola, with intervals: the best number of parameters for the profile's FLOPs, the
+    number of tokens of that training, and its loss."""
 
     parameters: Estimate
     tokens: Estimate
@@ -32,8 +32,7 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Profile:
-    """A group of points with nearly equal compute, the least-squares parabola of their losses, and what is needed to
-    compute its uncertainty."""
+    """A group of points with nearly equal compute, and the least-squares parabola of their losses."""
 
     flops: float  # geometric mean of the points' FLOPs
     members: np.ndarray  # indices of the group's points
@@ -46,8 +45,8 @@ class Profile:
 
     @property
     def scatter(self) -> float:
-        """The points' standard deviation about the parabola in nats. It is 0 if there are only three points, which
-        determine a parabola exactly."""
+        """The points' standard deviation about the parabola in nats; 0 for three points, which determine a parabola
+        exactly."""
         return float(np.sqrt(self.squares / self.freedom)) if self.freedom else 0.0
 
     def loss(self, parameters: np.ndarray) -> np.ndarray:
@@ -84,11 +83,7 @@ class IsoFlop:
 def group_by_compute(points: Points, *, tolerance: float, least_sizes: int) -> list[np.ndarray]:
     """Return the indices of the points of each profile, in the order of the profiles' FLOPs. A profile is a group of
     points whose FLOPs lie within `tolerance` (a fraction) of a common middle, with at least `least_sizes` different
-    sizes.
-
-    The group with the most different sizes is chosen first. The next one is chosen in the same way among the remaining
-    points.
-    """
+    sizes."""
     width = 2 * np.log1p(tolerance)
     log_flops, left, groups = np.log(points.flops), np.argsort(points.flops, kind="stable"), []
     while left.size:
@@ -130,10 +125,9 @@ def fit_isoflop(
     """Return the profiles (groups of points with nearly equal FLOPs) and the power laws of their lowest points, or the
     reason why there are no profiles.
 
-    The intervals of the lowest points and of the power laws come from a parametric bootstrap. Each draw adds normal
-    noise to the coefficients of each profile's parabola. The variance of the noise is drawn, too, so that the
-    coefficients have a t distribution. Resampling the few points of a profile (such as five) with replacement would
-    give a very different distribution.
+    The intervals come from a parametric bootstrap. Each draw adds noise to the coefficients of each profile's parabola,
+    so that they have a t distribution. Resampling the few points of a profile with replacement would give a very
+    different distribution.
     """
     groups = group_by_compute(points, tolerance=tolerance, least_sizes=least_sizes)
     if not groups:
@@ -177,8 +171,8 @@ def _optimum(
     profile: Profile, sizes: np.ndarray, cost: CostLaw, minima_Bx3: np.ndarray | None
 ) -> Optimum | Inconclusive:
     """Return the lowest point of a profile with its intervals, or the reason why the point is not determined.
-    `minima_Bx3` are the lowest points in the bootstrap draws (see `_minima`), or None if the points' scatter about the
-    parabola is not known."""
+    `minima_Bx3` are the lowest points in the bootstrap draws, or None if the points' scatter about the parabola is not
+    known."""
     if profile.parabola[2] <= 0:
         return Inconclusive("its losses do not curve upwards, so that their parabola has no lowest point")
     value = _minima(profile, profile.parabola[None], cost)[0]
@@ -196,10 +190,8 @@ def _optimum(
 
 
 def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
-    """Return three power laws over FLOPs: of the best size, of its tokens and of its loss. Each is a straight line,
-    fitted to the profiles' optima on logarithmic axes, with one more line for each bootstrap draw in which all profiles
-    have optima. `lowest` has (FLOPs, optimum, optima of the draws as returned by `_minima`) for each profile. Returns
-    Inconclusive if there are too few profiles."""
+    """Return the power laws over FLOPs of the best size, its tokens and its loss. `lowest` has (FLOPs, optimum, optima
+    of the draws as returned by `_minima`) for each profile. Returns Inconclusive if there are too few profiles."""
     if len(lowest) < LEAST_PROFILES:
         have = "profile has" if len(lowest) == 1 else "profiles have"
         return Inconclusive(f"{len(lowest)} {have} an optimum, and a power law needs at least {LEAST_PROFILES}")

@@ -1,8 +1,7 @@
 """The parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta: its fit, its predictions, the best split of FLOPs.
 
 N are parameters, D tokens, L the final loss in nats per token (Hoffmann et al., arXiv:2203.15556, section 3.3).
-Intervals are computed as by Besiroglu et al. (arXiv:2404.10102): the points are resampled with replacement, and the law
-is fitted to each resample.
+Intervals are those of the law fitted to resamples of the points (Besiroglu et al., arXiv:2404.10102).
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ class Coefficient(Estimate):
 
 @dataclass(frozen=True)
 class Law:
-    """Coefficients of one scaling law L(N, D) = E + A / N^alpha + B / D^beta, or of several laws. For one law each
-    field is a number; for several laws it is an array with one element per law. A and B are stored as logarithms, since
-    they may overflow a float."""
+    """Coefficients of one scaling law L(N, D) = E + A / N^alpha + B / D^beta, or arrays of them for several laws. A and
+    B are stored as logarithms, since they may overflow a float."""
 
     e: np.ndarray
     log_a: np.ndarray
@@ -62,10 +60,9 @@ class Law:
     def best_size(self, flops: float, cost: CostLaw) -> np.ndarray:
         """Return the number of parameters with the lowest loss among all splits of these FLOPs into size and tokens.
 
-        With FLOPs = c N^p D, the derivative of L with respect to ln N is zero at N^(alpha + p beta) =
-        (alpha A / (p beta B)) (FLOPs / c)^beta. For c = 6 and p = 1 this is equation 4 of Hoffmann et al. If
-        the loss does not fall with parameters, as in some resamples, the best size is 0. Otherwise, if the loss does
-        not fall with tokens, the best size is infinite.
+        With FLOPs = c N^p D, the derivative of L with respect to ln N is zero at N^(alpha + p beta) = (alpha A / (p
+        beta B)) (FLOPs / c)^beta. For c = 6 and p = 1 this is equation 4 of Hoffmann et al. The best size is 0 if the
+        loss does not fall with parameters, as in some resamples, or else infinite if it does not fall with tokens.
         """
         with np.errstate(all="ignore"):  # the exponents of resamples may have any sign, and be near zero
             power = self.alpha + cost.exponent * self.beta
@@ -89,8 +86,8 @@ class LawFit:
     residuals: np.ndarray  # [n], of ln L
 
     def coefficients(self) -> dict[str, Coefficient]:
-        """Return the coefficients of the law that is fitted to all points, with intervals and standard errors from the
-        resamples. The keys are the printed names: E, A, B, α and β."""
+        """Return the coefficients of the law, with intervals and standard errors from the resamples, by their printed
+        names: E, A, B, α and β."""
         values, drawn = self.law.coefficients(), self.resampled.coefficients()
         return {name: _coefficient(values[name], drawn[name]) for name in values}
 
@@ -103,7 +100,7 @@ class LawFit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Size, tokens and FLOPs of a training whose loss is to be predicted. `name` is "" if it has none."""
+    """Size, tokens and FLOPs of a training whose loss is to be predicted. `name` may be ""."""
 
     name: str
     parameters: float
@@ -143,8 +140,8 @@ def _coefficient(value: np.ndarray, drawn: np.ndarray) -> Coefficient:
 
 
 def bounded(value: np.ndarray | float, drawn: np.ndarray) -> Estimate:
-    """Return `value` as an estimate with the interval of the resampled values `drawn`. An interval end that overflows
-    is infinite. `drawn` must not contain NaN."""
+    """Return `value` as an estimate with the interval of the resampled values `drawn`, which must not contain NaN. An
+    interval end that overflows is infinite."""
     found = estimate(float(value), np.clip(drawn, -LARGEST, LARGEST))
     # LARGEST / 10, because an end that is interpolated between two resamples is rounded.
     low, high = (end if abs(end) < LARGEST / 10 else math.copysign(math.inf, end) for end in (found.low, found.high))
@@ -155,8 +152,7 @@ def fit_law(points: Points, *, resamples: int = 1000, seed: int = 0) -> LawFit |
     """Return the law with the least sum of Huber losses of ln L, or the reason why the points do not determine a law.
 
     The search is over (ln a, ln b, ln E, alpha, beta), where a and b are the law's two terms at the middle of the
-    points. The search uses them instead of A and B, because A and alpha are so strongly correlated that every search
-    would be long.
+    points. A and alpha are so strongly correlated that a search over them would be long.
     """
     if reason := _too_little(points):
         return Inconclusive(reason)
@@ -236,8 +232,8 @@ def _implausible(law: Law, points: Points) -> str | None:
 def _minimum(
     start: np.ndarray, weights: np.ndarray, u: np.ndarray, v: np.ndarray, y: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Search from `start` for the coefficients [5] with the least error. The error is the weighted sum of the points'
-    Huber losses, divided by HUBER_DELTA.
+    """Search from `start` for the coefficients [5] with the least error: the weighted sum of the points' Huber losses,
+    divided by HUBER_DELTA.
 
     `u` and `v` [n] are ln N and ln D minus their means, `y` [n] is ln L, and `weights` [n] are the weights of the
     points. Returns the error and the coefficients, or infinity and `start` if the search overflows.
@@ -245,7 +241,7 @@ def _minimum(
     from scipy.optimize import minimize
 
     def error(x: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the error that the search minimizes, and its gradient [5], for the coefficients `x` [5]."""
+        """Return the error and its gradient [5] at the coefficients `x` [5]."""
         log_a, log_b, log_e, alpha, beta = x
         by_size, by_tokens, floor = np.exp(log_a - alpha * u), np.exp(log_b - beta * v), np.exp(log_e)
         loss = by_size + by_tokens + floor
@@ -268,8 +264,7 @@ def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
     about the law.
 
     The scatter is drawn from the residuals of the fit, with random signs, since a few residuals can be lopsided by
-    chance. The residuals are first enlarged, since the fit to these same points makes them smaller than those of a new
-    run.
+    chance. They are first enlarged, since residuals of the points that were fitted are smaller than those of a new run.
     """
     drawn = fit.resampled.loss(plan.parameters, plan.tokens)
     generator = np.random.default_rng(0)

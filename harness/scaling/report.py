@@ -23,9 +23,8 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 @dataclass(frozen=True)
 class Analysis:
-    """Everything that fit_scaling.py reports. A split is the best division of a number of FLOPs between model
-    size and tokens. If no law could be fitted, `predictions` and `splits` are empty, even if the user asked for
-    them."""
+    """Everything that fit_scaling.py reports. A split is the best division of a number of FLOPs between model size and
+    tokens. Without a law, `predictions` and `splits` are empty."""
 
     points: Points
     cost: CostLaw
@@ -47,8 +46,7 @@ def describe(analysis: Analysis) -> str:
 
 
 def short(value: float) -> str:
-    """Format a number with three digits, and a unit if it is 1,000 or more: 1.46M. From 1e15 on, it has a power of ten.
-    Infinity is "unbounded"."""
+    """Format a number with three digits and a unit: 1.46M. Infinity is "unbounded"."""
     rounded = float(f"{value:.3g}")  # before the unit is chosen, so that 999.6 becomes 1K
     for size, unit in UNITS:
         if size <= rounded < 1000 * UNITS[0][0]:
