@@ -24,9 +24,8 @@ COLDEST = 1e-4  # below it, practically only the likeliest token would be drawn,
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rule by which the next token is chosen. At a temperature below COLDEST it is the likeliest token. Otherwise it is
-    drawn at random from the `top_k` likeliest tokens (None: all tokens), with the logits divided by the temperature.
-    Row i of a batch draws with the seed `seed + i`."""
+    """Rule by which the next token is chosen. It is drawn at random from the `top_k` likeliest tokens (None: all
+    tokens), or is the likeliest one at a temperature below COLDEST. Row i of a batch draws with the seed `seed + i`."""
 
     temperature: float = 1.0
     top_k: int | None = 25
@@ -37,8 +36,8 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the prompt's tokens. Raises UserError if the prompt is empty or not valid Unicode, or if the tokenizer is
-    not the model's (it gives a token beyond the model's vocabulary)."""
+    """Return the prompt's tokens. Raises UserError if the prompt is empty, is not valid Unicode, or has a token beyond
+    the model's vocabulary."""
     tokens = tokenizer.encode(prompt)
     vocab_size = model.config.vocab_size
     if not tokens:
@@ -53,8 +52,8 @@ def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[in
 
 
 def continue_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
-    """Return the prompt continued by up to `count` tokens; `count` is at least 1. The text ends before an end-of-text
-    token. Raises UserError as `encode_prompt` does, and RunError if a logit is not finite."""
+    """Return the prompt continued by up to `count` tokens (at least 1). Raises UserError if the prompt cannot be
+    encoded, and RunError if a logit is not finite."""
     tokens = encode_prompt(model, tokenizer, prompt)
     [more] = continue_prompts(model, tokenizer, [tokens], count, sampling)
     return tokenizer.decode(tokens + more)
@@ -96,9 +95,8 @@ def continue_prompts(
 def sample_tokens(
     model: GPTModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
 ) -> Iterator[int]:
-    """Yield tokens that continue `prompt`, one by one and without end, even after an end-of-text token. They are the
-    tokens that `continue_prompts` draws if `prompt` is the first of its prompts. Token ids of `vocab_size` or more are
-    never chosen (None: all token ids of the model can be chosen). Raises RunError if a logit is not finite."""
+    """Yield tokens that continue `prompt`, without end, even after an end-of-text token. Token ids of `vocab_size` or
+    more are never chosen (None: all can be). Raises RunError if a logit is not finite."""
     rows = GrowingRows(model, [prompt], sampling, vocab_size)
     while True:
         yield from rows.grow()
@@ -108,16 +106,14 @@ class GrowingRows:
     """Rows of tokens that grow by a token at a time.
 
     While all rows fit the context, each step computes only the new tokens. After that, the model sees the last
-    `context_length` tokens of each row. Their positions change with every step, so the key-value cache cannot be used,
-    and each step costs a whole forward pass.
+    `context_length` tokens of each row. Their positions change with every step, so the key-value cache cannot be used.
     """
 
     def __init__(
         self, model: GPTModel, prompts: Sequence[Sequence[int]], sampling: Sampling, vocab_size: int | None
     ) -> None:
-        """Create one row of tokens from each of `prompts`, which have at least one token each. Token ids of
-        `vocab_size` or more, which exist if the output head is padded, are never chosen (None: all token ids of the
-        model can be chosen).
+        """Create one row from each of `prompts`, which have at least one token each. Token ids of `vocab_size` or more,
+        which exist if the output head is padded, are never chosen (None: all can be).
 
         Each row has a random generator of its own, so that its tokens do not depend on the other rows. The global
         random state does not change.
@@ -164,7 +160,7 @@ class GrowingRows:
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Choose one token id from a row of logits. Raises RunError if a logit is not finite."""
+    """Choose a token id from a row of logits. Raises RunError if a logit is not finite."""
     if not torch.isfinite(logits_V).all():
         raise RunError(
             "the model's logits are not finite: its weights are broken, or its training diverged; use another "
@@ -182,9 +178,8 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]:
     """Return the prompts that the options --prompts (`file`) or --prompt give, or the default prompt if neither is
-    given. The file has one prompt in each line, as a JSON string if its name ends in .jsonl; blank lines are skipped.
-    Raises UserError if both options are given, if the file cannot be read or has no prompts, or if a line of a .jsonl
-    file is not a prompt (the message gives the line's number)."""
+    given. The file has one prompt in each line, as a JSON string if its name ends in .jsonl. Raises UserError if both
+    options are given, or if the file is not valid."""
     if file is None:
         return [default if prompt is None else prompt]
     if prompt is not None:
@@ -217,12 +212,9 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
 def print_samples(
     model: GPTModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, *, samples: int, count: int
 ) -> None:
-    """Print each prompt with `samples` continuations of up to `count` tokens. If `samples` is 1, the continuation is
-    printed while it is computed.
-
-    Raises UserError, before anything is printed, if `encode_prompt` refuses one of the prompts, and RunError if a logit
-    is not finite.
-    """
+    """Print each prompt with `samples` continuations of up to `count` tokens. A single continuation is printed while it
+    is computed. Raises UserError, before anything is printed, if a prompt cannot be encoded, and RunError if a logit is
+    not finite."""
     encoded = [encode_prompt(model, tokenizer, prompt) for prompt in prompts]
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), start=1):
         which = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else ""

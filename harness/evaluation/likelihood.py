@@ -44,8 +44,8 @@ def windows(context: Sequence[int], continuation: Sequence[int], context_length:
     """Yield windows that together predict each token of `continuation` once. `context` must have at least one token.
 
     A continuation that fits the context length takes one window, whose context is cut from the left if necessary. A
-    longer continuation takes several windows, and the last position of each sees `context_length` tokens, as in
-    lm-eval's rolling windows. An empty continuation takes none.
+    longer one takes several. The last position of each of these sees `context_length` tokens, as in lm-eval's rolling
+    windows.
     """
     tokens = (*context, *continuation)
     for start in range(len(context), len(tokens), context_length):
@@ -60,8 +60,7 @@ def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scorer that computes log-likelihoods with one model, in batches of `batch_size` rows. `each_batch` processes the
-    batches (see EachBatch).
+    """Scorer that computes log-likelihoods with a model, in batches of `batch_size` rows.
 
     `vocab_size` is that of the tokenizer. Token ids of `vocab_size` or more, which exist if the output head is padded,
     take part in the softmax, but never count as the likeliest token.
@@ -75,11 +74,10 @@ class Scorer:
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
         """Return the likelihood of each pair (context, continuation) of token ids. A context must have at least one
-        token. An empty continuation has log-likelihood 0. If `each_batch` is a collective operation, so is this.
+        token. Collective if `each_batch` is.
 
-        The division into batches does not depend on the number of ranks, so that the results are the same to the last
-        bit for any number of ranks. Windows with equal inputs, such as answer choices of one token, share one row of a
-        forward pass.
+        The batches do not depend on the number of ranks, so that the results are the same to the last bit for any
+        number. Windows with equal inputs, such as answer choices of one token, share a row.
         """
         own = [list(windows(*pair, self.model.config.context_length)) for pair in pairs]
         wanted: dict[Tokens, dict[Tokens, None]] = {}
@@ -119,8 +117,8 @@ class Scorer:
         return [Likelihood(float(values.sum()), bool(greedy.all())) for values, greedy in parts]
 
     def _log_probabilities(self, features_NxC: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each target's log-probability (fp64), and True for each target that is the likeliest token. Both
-        tensors have shape (N,) and are on the CPU."""
+        """Return each target's log-probability (fp64), and True for each target that is the likeliest token. Both have
+        shape (N,) and are on the CPU."""
         values, greedy = [], []
         size = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
         for some_NxC, wanted in zip(features_NxC.split(size), targets_N.split(size), strict=True):

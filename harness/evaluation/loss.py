@@ -1,6 +1,5 @@
 """Losses of a model on text: of each microbatch, for validation during training, and of each sequence of a held-out
-text, for test_loss.py and model cards. Losses on held-out text are written to the run's results and formatted as a
-report."""
+text, for test_loss.py and model cards."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ BY_MEAN = (
 
 
 def microbatch_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision: Precision) -> list[float]:
-    """Return the loss of each microbatch, in order: the mean cross-entropy, in nats per token, of its first `counted`
-    windows (None: all), without dropout. The model's mode (training or evaluation) is restored afterwards."""
+    """Return the loss of each microbatch: the mean cross-entropy, in nats per token, of its first `counted` windows
+    (None: all), without dropout. The model's mode (training or evaluation) is restored afterwards."""
     device, losses = next(model.parameters()).device, []
     with evaluating(model), precision.autocast():
         for each in microbatches:
@@ -61,9 +60,8 @@ def microbatch_losses(model: GPTModel, microbatches: Iterable[Microbatch], preci
 
 
 def window_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision: Precision) -> np.ndarray:
-    """Return the loss of each sequence (window) of the microbatches, in order: the mean cross-entropy in nats per
-    token, without dropout, as fp32 of shape [sequences]. There must be at least one microbatch. The model's mode
-    (training or evaluation) is restored afterwards."""
+    """Return the loss of each sequence (window) of one or more microbatches: the mean cross-entropy in nats per token,
+    without dropout, as fp32 of shape [sequences]."""
     with evaluating(model), precision.autocast():
         losses = [_losses_of_windows(model, microbatch) for microbatch in microbatches]
     whole: np.ndarray = torch.cat(losses).float().cpu().numpy()
@@ -71,8 +69,7 @@ def window_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision
 
 
 def _losses_of_windows(model: GPTModel, microbatch: Microbatch) -> torch.Tensor:
-    """Return the mean cross-entropy of each of B windows in nats per token: (B,) fp64. Calls `model.features`, which is
-    not compiled even if `model` is."""
+    """Return the mean cross-entropy of each of B windows in nats per token: (B,) fp64."""
     tokens_BxT, targets_BxT = microbatch.to(next(model.parameters()).device)
     features_NxC = model.features(tokens_BxT).flatten(0, 1)
     head, targets_N = model.out_head, targets_BxT.flatten()
@@ -132,18 +129,14 @@ class HeldOutText:
         """Return the text for testing a model. A dataset that is missing in `datasets_dir` is downloaded or built.
 
         The default dataset is the one that the model was trained on. If that is not known, it is NOTEBOOK_DATASET for a
-        model with GPT-2's tokenizer; for other models UserError is raised. The default split is "test" if the dataset
-        has it, or else "validation".
+        model with GPT-2's tokenizer. The default split is "test" if the dataset has it, or else "validation".
 
-        The text consists of whole batches of `batch_size` sequences. If `batches` is None and the split has fewer
-        sequences, the text is one smaller batch. By default the text begins at the split's first token and has all its
-        batches. If a validation split has at least one batch after NOTEBOOK_START_TOKEN, the default is to begin at
-        that token, and to take at most NOTEBOOK_BATCHES batches. The NOTEBOOK_ values are those of Giles Thomas's lab
-        notebook, the project that this one grew from.
+        The text consists of whole batches of `batch_size` sequences. By default it begins at the split's first token
+        and has all its batches. If a validation split has at least one batch after NOTEBOOK_START_TOKEN, the default is
+        to begin at that token, and to take at most NOTEBOOK_BATCHES batches.
 
-        Also raises UserError if the dataset cannot be obtained or lacks the split, if the split is too short, if it has
-        token ids that are not in the model's vocabulary, if a tokenizer cannot be loaded, or if the dataset's tokenizer
-        is not the one in the meta.json beside the weights.
+        Raises UserError if the dataset is not known or cannot be obtained, if the split is missing or too short, or if
+        its tokens are not the model's.
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
         name = model.dataset if dataset is None else dataset
@@ -183,11 +176,10 @@ class HeldOutText:
         return cls(model, datasets_dir, opened, split, TokenLoader(tokens, order, layout), batches)
 
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
-        """Measure and return the loss of `model` (loaded from the weights of `self.model`), with a progress bar on a
-        terminal. If the weights are those of a run's checkpoint, the loss is also written to the run's results; if
-        writing fails, a warning is printed. Also finds how much of the split the model was trained on, which the first
-        time reads the train splits (see `training_overlap`). Raises UserError if the model's device does not support
-        the precision, or if the dataset's tokenizer cannot be loaded."""
+        """Measure and return the loss of `model`, which was loaded from the weights of `self.model`. If the weights are
+        those of a run's checkpoint, the loss is also written to the run's results. Also finds how much of the split the
+        model was trained on, which the first time reads the train splits. Raises UserError if the model's device does
+        not support the precision, or if the dataset's tokenizer cannot be loaded."""
         device, measured = next(model.parameters()).device, None
         with warned_if_not_kept():  # now, because training may delete the checkpoint meanwhile
             measured = model_in_run(self.model.weights, self.model.config)
@@ -236,12 +228,8 @@ class HeldOutText:
         return TestLoss(text, description, precision.name, loss, bits, counted is not None, trained_on)
 
     def _counted_bytes_per_token(self) -> float | None:
-        """Return the mean number of UTF-8 bytes per predicted token, counted with the dataset's tokenizer.
-
-        Returns None if GPT-2's vocabulary is needed and not on this machine (it is not downloaded for this), if a token
-        is not in the tokenizer's vocabulary, or if the tokens have no bytes at all. Raises UserError if the dataset's
-        tokenizer file cannot be loaded.
-        """
+        """Return the mean number of UTF-8 bytes per predicted token, or None if the tokenizer's vocabulary is not on
+        this machine or lacks some of the tokens."""
         tokenizer = _tokenizer_here(self.dataset.tokenizer)
         if tokenizer is None:
             return None
@@ -257,17 +245,15 @@ class HeldOutText:
 def held_out_texts(
     model: TrainedModel, datasets_dir: Path, *, dataset: str | None = None, **options: Any
 ) -> list[HeldOutText]:
-    """Return the texts for testing a model: that of `dataset` or, if it is None, one for each dataset that the model
-    was trained on. If those are not known, return the default text of `HeldOutText.choose`. The `options` and errors
-    are those of that method."""
+    """Return the text of `dataset` for testing a model (None: one text for each dataset that the model was trained on).
+    The `options` and errors are those of `HeldOutText.choose`."""
     names: list[str | None] = [dataset] if dataset is not None else [*model.datasets] or [None]
     return [HeldOutText.choose(model, datasets_dir, dataset=name, **options) for name in names]
 
 
 def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
-    """Return True if both tokenizers ("gpt2", or a tokenizer's file) have the same end-of-text token, and each token id
-    stands for the same bytes in both. Also return True if one of them is GPT-2's and its vocabulary is not on this
-    machine. Raises UserError if a file cannot be loaded."""
+    """Return True if both tokenizers ("gpt2", or a tokenizer's file) have the same tokens and the same end-of-text
+    token. GPT-2's counts as the same as any other if its vocabulary is not on this machine."""
     if first == second:
         return True
     one, other = _tokenizer_here(first), _tokenizer_here(second)
@@ -275,9 +261,8 @@ def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
 
 
 def _is_gpt2s(tokenizer: str | Path) -> bool:
-    """Return True if a tokenizer is GPT-2's or has the same tokens as GPT-2's. If GPT-2's vocabulary is not on this
-    machine, a tokenizer file with as many tokens and the same end-of-text token counts as GPT-2's. Raises UserError if
-    the tokenizer's file cannot be loaded."""
+    """Return True if a tokenizer has GPT-2's tokens. If GPT-2's vocabulary is not on this machine, only the number of
+    tokens and the end-of-text token are compared."""
     if not isinstance(tokenizer, Path):
         return tokenizer == "gpt2"
     loaded = load_tokenizer(tokenizer)
@@ -286,8 +271,7 @@ def _is_gpt2s(tokenizer: str | Path) -> bool:
 
 
 def _tokenizer_here(name: str | Path) -> Tokenizer | None:
-    """Return the tokenizer, or None if it is GPT-2's and its vocabulary is not on this machine. Raises UserError if a
-    tokenizer's file cannot be loaded."""
+    """Return the tokenizer, or None if it is GPT-2's and its vocabulary is not on this machine."""
     return load_tokenizer(name) if isinstance(name, Path) else load_gpt2_offline()
 
 
@@ -296,13 +280,8 @@ def _number_of_batches(count: int) -> str:
 
 
 def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
-    """Yield the lines of a report, of at most 80 columns.
-
-    A single model's report has its loss on each text and, if known, its bits per byte. For several models, there is one
-    table for each text and precision, with the lowest loss first. The losses are followed by a description of the text
-    and precision, and by how much of the split the model was trained on. Several tables are followed by a remark that
-    losses of different tables are not comparable.
-    """
+    """Yield the lines of a report, of at most 80 columns. For several models, there is one table for each text and
+    precision, with the lowest loss first."""
     if len({model.label for model, _ in measured}) == 1:
         for number, (_, test) in enumerate(measured):
             lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]

@@ -44,7 +44,7 @@ def training_overlap(model: TrainedModel, held_out: Dataset, split: str, dataset
 
 def _train_splits(model: TrainedModel, datasets_dir: Path) -> list[TokenFile]:
     """Return the train splits of the model's datasets. Raises UserError if one of them is missing, damaged, or not the
-    one that the model was trained on, or if the train.json that names the datasets is not valid."""
+    one that the model was trained on."""
     recorded = _dict(model.meta, "dataset")
     found = []
     for name in model.datasets:

@@ -1,10 +1,4 @@
-"""Export of a model to a folder that other programs can load.
-
-A folder for transformers has weights, configuration and tokenizer. The weights have the tensor names of GPT-2, Llama or
-Qwen 3; a model that none of these classes computes is exported with its own code. The tokenizer is a tokenizer.json; an
-encoding of tiktoken is converted to this format. A folder for the lab notebook of Giles Thomas, whose training program
-this project grew from, has model.json and model.safetensors.
-"""
+"""Export of a model to a folder that transformers can load, or the scripts of Giles Thomas's lab notebook."""
 
 from __future__ import annotations
 
@@ -39,12 +33,10 @@ SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".re
 
 def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> None:
     """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers. `dtype` is a
-    key of DTYPES. If a native class of transformers computes this model, the folder is in that class's format.
-    Otherwise the folder also contains the model's own code.
+    key of DTYPES. A model that no native class of transformers computes is written with its own code.
 
-    Raises UserError if `folder` is a link, or exists and is not an empty folder. Also raises UserError if the tokenizer
-    cannot be loaded or converted, or has more tokens than the model. Raises RunError if the folder cannot be written.
-    No partial folder remains.
+    Raises UserError if `folder` exists and is not empty, or if the tokenizer cannot be exported, and RunError if the
+    folder cannot be written. No partial folder remains.
     """
     shape, kind = model.config, native_class(model.config) or OWN_TYPE
     tokenizer = files.tokenizer_file
@@ -67,14 +59,10 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
 
 def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
     """Write `model`, which was loaded from `files`, to a new folder that the scripts of Giles Thomas's lab notebook can
-    load. Return remarks for the user.
+    load, and our own commands, too. `dtype` is a key of DTYPES. Return remarks for the user.
 
-    The scripts read model.json and model.safetensors. For our own commands the folder also has a meta.json that names
-    the tokenizer, and the tokenizer's file if the model has one. `dtype` is a key of DTYPES.
-
-    Raises UserError if the notebook's program cannot compute the model, or if a tokenizer's file cannot be loaded or
-    has more tokens than the model. Also raises UserError if `folder` is a link, or exists and is not an empty folder.
-    Raises RunError if the folder cannot be written. No partial folder remains.
+    Raises UserError if the notebook's program cannot compute the model, if the model's tokenizer cannot be used, or if
+    `folder` exists and is not empty. Raises RunError if the folder cannot be written. No partial folder remains.
     """
     shape, tokenizer, notes = model.config, files.tokenizer_file, []
     check_for_notebook(shape, files.config_source)
@@ -88,9 +76,8 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
         notes.append(f"the notebook's scripts use GPT-2's tokenizer, and not the model's own, {tokenizer.name}")
     # The key "tie_weights" is never written. For a tied model, the program's `load_state_dict` requires the head in the
     # file. But safetensors' `load_model`, which later versions of the program use, refuses a file with both matrices of
-    # a tied model. Without the key, both functions load the two matrices as those of an untied model, and so do the
-    # first versions of the program, which did not know the key. For a model without experts, the key "moe" is not
-    # written either, because the program builds experts even for "moe": null.
+    # a tied model. Without the key, both functions load the two matrices as those of an untied model. For a model
+    # without experts, the key "moe" is not written either, because the program builds experts even for "moe": null.
     experts = {"moe": shape.moe.model_dump(exclude_none=True)} if shape.moe else {}
     model_json = {key: getattr(shape, key) for key in NOTEBOOK_KEYS} | experts
     # `load_state_dict` also requires the causal mask of each block, (T, T) with ones above the diagonal, which the
@@ -104,12 +91,8 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
     """Write a tokenizer to `folder` in the format of transformers: tokenizer.json and tokenizer_config.json.
-    `name_or_file` is an argument with which `load_tokenizer` succeeds. `context_length` is recorded as the greatest
-    length of a text in tokens.
-
-    Raises UserError if the written tokenizer cannot be loaded, or has another number of tokens, another end-of-text
-    token, or another encoding of SPLITTING_PROBE. Raises OSError if a file cannot be written.
-    """
+    `name_or_file` is an argument of `load_tokenizer`. `context_length` is recorded as the greatest length of a text in
+    tokens. Raises UserError if the written tokenizer would encode text differently."""
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(TIKTOKEN_SUFFIX):
         content = json.loads(name_or_file.read_text(encoding="utf-8"))
@@ -148,8 +131,8 @@ def _from_tiktoken(encoding: Any) -> Any:
     def spelt(token: bytes) -> str:
         return "".join(character[byte] for byte in token)
 
-    # Find the merges, in the order of ranks. A merge is the pair of parts into which byte pair encoding splits a token
-    # of several bytes if it may use only tokens of lower rank. A token that it splits into more parts has no merge.
+    # A merge is the pair of parts into which byte pair encoding splits a token of several bytes if it may use only
+    # tokens of lower rank. A token that it splits into more parts has no merge.
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[at : at + 1] for at in range(len(token))]

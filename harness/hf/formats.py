@@ -1,10 +1,5 @@
 """Weights and configuration of a model in the formats of transformers and of Giles Thomas's lab notebook, whose
-training program this project grew from. The library transformers need not be installed.
-
-Native classes of transformers are GPT-2 (GPT2Config, GPT2LMHeadModel), Llama (LlamaConfig, LlamaForCausalLM) and Qwen 3
-(Qwen3Config, Qwen3ForCausalLM); harness/model/export_formats.py decides which of them computes a model. Any other model
-is exported with its own code. If the head is tied, the files for transformers do not contain it.
-"""
+training program this project grew from. The library transformers need not be installed."""
 
 from __future__ import annotations
 
@@ -93,9 +88,9 @@ def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
 
 
 def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
-    """Return the model's tensors under their names in transformers' class `kind`; some of the tensors are views. For
-    biases that the model lacks, return zeros, and for norm gains that it lacks, ones. If `kind` is OWN_TYPE, return
-    the tensors under their names in DdpPretrainForCausalLM, the class that is exported together with the model."""
+    """Return the model's tensors under their names in transformers' class `kind`, or in DdpPretrainForCausalLM if
+    `kind` is OWN_TYPE. Some of the tensors are views. Biases that the model lacks are zeros, and norm gains that it
+    lacks are ones."""
     shape, ours = model.config, model.state_dict()
     if kind == OWN_TYPE:
         return {f"model.{name}": tensor for name, tensor in ours.items() if not (shape.tie_weights and name == HEAD)}
@@ -112,14 +107,9 @@ def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
 
 
 def peer_config(kind: str, shape: ModelConfig) -> dict[str, Any]:
-    """Return the contents of config.json for a model of transformers' type `kind`, except for the dtype and for the ids
-    of the tokens at the beginning and the end of a text. `kind` is "gpt2", "llama", "qwen3" or OWN_TYPE.
-
-    Llama's `attention_bias` adds biases to the query, key, value and output projections together. If only the output
-    projection of our model has a bias, `peer_tensors` returns zeros for the other biases. If `kind` is OWN_TYPE (a
-    model that is exported with its own code), config.json has the model's sizes twice: in "shape" for gpt.py, and under
-    the names that other programs expect in the config of a transformers model.
-    """
+    """Return the contents of config.json, without the dtype and the ids of special tokens, for a model of transformers'
+    type `kind`: "gpt2", "llama", "qwen3" or OWN_TYPE. For OWN_TYPE it has the model's sizes twice: in "shape" for
+    gpt.py, and under the names that other programs expect."""
     rates = shape.drop_rates
     config: dict[str, Any] = {"model_type": kind}
     if kind == "gpt2":
@@ -182,8 +172,7 @@ LEFT_OUT_OF_MODEL = {"forward", "to_checkpoint_names", "load_checkpoint_tensors"
 
 
 def write_code(folder: Path) -> None:
-    """Write the code of a model to an exported folder: gpt.py without LEFT_OUT and LEFT_OUT_OF_MODEL, inference.py
-    with the key-value cache, and modeling_ddp_pretrain.py with a transformers class that wraps the model. These files
+    """Write the code of a model to an exported folder: gpt.py, inference.py and modeling_ddp_pretrain.py. These files
     import no module of this project from outside the folder."""
     source = inspect.getsource(gpt)
     unwanted: list[ast.stmt] = []

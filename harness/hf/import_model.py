@@ -29,15 +29,11 @@ QKV_BIASES = tuple(f".att.{part}.bias" for part in PARTS)
 
 
 def import_model(source: Path, name: str | None, run: Path) -> str:
-    """Write model.json, model.safetensors, meta.json and the tokenizer (if there is one) to a new run directory `run`.
-    Return a text about the tokenizer for the user.
+    """Write the model in the folder `source` to a new run directory `run`. Return a text about the tokenizer for the
+    user. meta.json records `name`, the model's name on the Hub, or None for a local folder.
 
-    `source` is a folder with a GPT-2 in transformers' format, or with a model that Giles Thomas (github.com/gpjt) has
-    published. meta.json records `name`, the model's name on the Hub, or None for a local folder.
-
-    Raises UserError if the folder holds no such model, if its weights are not those that its config.json describes, or
-    if its tokenizer cannot be loaded. Also raises UserError if `run` is a link, or exists and is not an empty folder.
-    Raises RunError if the run cannot be written. No partial run directory remains.
+    Raises UserError if `source` holds no model that can be imported, or if `run` exists and is not empty. Raises
+    RunError if the run cannot be written. No partial run directory remains.
     """
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():
@@ -107,11 +103,8 @@ class Gpt2Config(BaseModel):
 
 
 def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Return the keys of model.json for `raw`, a GPT-2's config.json that was read from the file `source`.
-
-    Raises UserError, naming the key, if a key is missing or invalid, or if the model computes something that our models
-    do not.
-    """
+    """Return the keys of model.json for `raw`, a GPT-2's config.json that was read from the file `source`. Raises
+    UserError if a key is missing or invalid, or if the model computes something that our models do not."""
     theirs = parse_config(Gpt2Config, raw, source)
     others: dict[str, Any] = {"mlp": "relu2"} if theirs.activation_function == "relu2" else {}
     if theirs.n_inner not in (None, 4 * theirs.n_embd):
@@ -131,12 +124,8 @@ def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
-    """Return a GPT-2's tensors, of the folder `source`, under the names that our checkpoints use. `offered` has the
-    tensors under transformers' names, with or without the prefix `transformer.`. Buffers of attention masks are left
-    out.
-
-    Raises UserError, naming the tensors, if they are not those of the model that `config` describes.
-    """
+    """Return a GPT-2's tensors under the names that our checkpoints use. `offered` has the tensors under transformers'
+    names, with or without the prefix `transformer.`."""
     theirs = {}
     for name, tensor in offered.items():
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
@@ -154,16 +143,11 @@ def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) ->
 
 def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return the keys of model.json for `raw`, the config.json of a model that Giles Thomas (github.com/gpjt) has
-    published.
+    published. Raises UserError if it is of another type of model, or has a key that import does not support.
 
     Such a model is the GPT of Raschka's book (Build a Large Language Model (From Scratch), chapter 4) in a wrapper
-    (`GPJTGPT2Config`, `GPJTGPT2ModelForCausalLM` of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/).
-    config.json holds the contents of model.json under "cfg", and every tensor's name begins with `model.`. The
-    wrapper's own code is never run. It is not needed, because all it does is to pass "cfg" to the model.
-
-    Raises UserError, naming the key, if `raw` is of another type of model, if "cfg" is missing, not an object or has a
-    key that import does not support, or if "tie_word_embeddings" is true and "tie_weights" in "cfg" is not. The values
-    in "cfg" are not checked otherwise.
+    (github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/). Under "cfg", config.json holds the contents of
+    model.json. The wrapper's own code is never run.
     """
     if raw.get("model_type") != NOTEBOOK_TYPE:
         kind = quoted(raw.get("model_type"))
@@ -183,9 +167,7 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _weights_of(source: Path) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors, or else of all files that model.safetensors.index.json lists. Raises
-    UserError if the folder has neither, if the index is invalid or lists a file outside of the folder, or if a file
-    cannot be read."""
+    """Return the tensors of model.safetensors, or else of all files that model.safetensors.index.json lists."""
     if (source / WEIGHTS).is_file():
         return load_weights(source / WEIGHTS)
     if (source / INDEX).is_file():
@@ -206,7 +188,7 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
 
 def _from_vocabulary(source: Path, path: Path) -> None:
     """Convert vocab.json and merges.txt, the format in which GPT-2's tokenizer was published, to a tokenizer.json at
-    `path`. Raises UserError if they are not a tokenizer."""
+    `path`."""
     from tokenizers import AddedToken, ByteLevelBPETokenizer
 
     try:
@@ -222,8 +204,7 @@ def _from_vocabulary(source: Path, path: Path) -> None:
 
 def fetch_model(name: str) -> Path:
     """Return the folder with the files of the model repository `name`, in huggingface_hub's cache. Files that the cache
-    lacks are downloaded from the Hub. Only files that match WANTED are fetched, and no code. Raises UserError if `name`
-    is the path of a file, or if the model cannot be fetched."""
+    lacks are downloaded from the Hub. No code is downloaded. Raises UserError if the model cannot be fetched."""
     if Path(name).exists():
         raise UserError(f"{name}: not a folder; give the folder that holds config.json and model.safetensors")
     import huggingface_hub

@@ -66,8 +66,7 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     def _reorder_cache(self, past_key_values: KeyValueCache, beam_idx: Tensor) -> KeyValueCache:
-        """Keep the cache rows of the beams that survive. Beam search in `generate` calls this method if a model has it,
-        and otherwise the cache's own `reorder_cache`, which KeyValueCache lacks."""
+        """Keep the cache rows of the beams that survive, for beam search in `generate`."""
         past_key_values.keep(beam_idx.tolist())
         return past_key_values
 
@@ -82,15 +81,15 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         **_: Any,
     ) -> CausalLMOutputWithPast:
         """Compute the logits, (B, T, V), of `input_ids`, (B, T), and the loss if `labels` are given. With `use_cache`,
-        a new cache is made if `past_key_values` is None. The cache, if there is one, is returned with the logits.
+        a new cache is made if `past_key_values` is None.
 
         If `logits_to_keep` is not 0, only the logits of the last `logits_to_keep` tokens are computed. The attention
-        mask, (B, T), may hide tokens at either end of a row. With a cache, the mask also covers the tokens in the
-        cache, and only its last T columns are used.
+        mask, (B, T), may hide tokens at either end of a row. With a cache, the mask may have more columns, of which
+        only the last T are used.
 
         `labels`, (B, T), are like `input_ids`, with -100 for tokens to ignore, and require `logits_to_keep` 0. The loss
-        is the mean cross-entropy (nats) of the labels, each predicted from the tokens before it. Raises ValueError if
-        a row has more tokens, with those in the cache, than the context length.
+        is the mean cross-entropy (nats) of the labels, each predicted from the tokens before it. Raises ValueError if a
+        row has more tokens, with those in the cache, than the context length.
         """
         if use_cache and past_key_values is None:
             past_key_values = KeyValueCache()

@@ -1,6 +1,4 @@
-"""Publication of a model on the Hugging Face Hub: the upload of its exported folder, and its model card. Both use the
-files of the run that trained the model.
-"""
+"""Publication of a model on the Hugging Face Hub: the upload of its exported folder, and its model card."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ COMPANIONS = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts for the model card. Most of them are missing for an imported model, and for a checkpoint of the lab
-    notebook (the project that this one grew from)."""
+    """Facts for the model card. Most of them are missing for an imported model."""
 
     name: str  # owner/name
     files: TrainedModel
@@ -60,8 +57,8 @@ class ModelFacts:
         return any(key in self.files.meta for key in ("train", "global_step", "tokens_seen", "fine_tuned_from"))
 
     def number(self, key: str) -> Any:
-        """Return the number under `key` in meta.json, or None if the value is missing or is not a finite number.
-        Another program may have written the file."""
+        """Return the number under `key` in meta.json, or None if there is no finite number. Another program may have
+        written the file."""
         value = self.files.meta.get(key)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         return value if is_number else None
@@ -72,9 +69,9 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     summary, chart) as one commit to the model repository `facts.name`. Return the repository's address. The keys of
     train.json that can hold secrets are left out.
 
-    If the repository does not exist, it is created, as a public one if `public` is true and otherwise as a private one.
-    Files of an earlier upload that readers would take for files of this model are deleted. Raises UserError if the
-    run's train.json or summary.json is not valid, or if the upload fails.
+    A repository that does not exist is created, as a private one unless `public` is true. Files of an earlier upload
+    that readers would take for files of this model are deleted. Raises UserError if the run's train.json or
+    summary.json is not valid, or if the upload fails.
     """
     by_hand = "export the model and upload the folder by hand"
     work = HubWork(facts.name, "model", exported, "the repository's name", by_hand, verb="write to")
@@ -104,8 +101,8 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
 
 
 def model_card(facts: ModelFacts) -> str:
-    """Return the model card, which is the README.md of the repository. Raises UserError as `read_summary` and
-    `TrainedModel.dataset` do."""
+    """Return the model card, which is the README.md of the repository. Raises UserError if the run's train.json or
+    summary.json is not valid."""
     config, run = facts.files.config, facts.files.run
     model_type = native_class(config) or OWN_TYPE
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
@@ -153,8 +150,7 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
 
 def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
     """Yield for each loss its name, its value, and a description of the tokens on which it was measured. The value is
-    in nats per token unless the name says otherwise, and None if it was not recorded. The training loss in a checkpoint
-    is a mean over the steps before the checkpoint."""
+    in nats per token unless the name says otherwise, and None if it was not recorded."""
     trained_on = validated_on = NOT_RECORDED
     if facts.files.dataset:
         keys = ("start_train_token", "start_val_token", "validation_sequences", "validation_batches", "microbatch_size")
@@ -182,14 +178,12 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
 
 
 def _count(value: Any) -> int | None:
-    """Return `value` if it is an integer that is not negative, otherwise None. The value is from a file that another
-    program may have written."""
+    """Return `value` if it is an integer that is not negative, otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the table on training: a name and a value as text. Facts that were not recorded have no row.
-    Raises UserError as `model_card` does."""
+    """Yield the rows of the table on training: a name and a value as text."""
     meta, run = facts.files.meta, facts.files.run
     if facts.files.dataset:
         yield "data", _code(facts.files.dataset)

@@ -21,15 +21,14 @@ KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """Model class for lm-eval. Its results equal those of lm-eval's own `hf` model with the same weights and tokenizer,
-    for all three kinds of request: log-likelihood, rolling log-likelihood and generation. If a task samples, other
-    random numbers are drawn.
+    with these differences:
 
-    One difference is intended. If a text contains the name of a special token ("<|endoftext|>"), the name is encoded as
-    ordinary text, as everywhere in this program; Hugging Face's tokenizers encode it as the special token.
+    If a task samples, other random numbers are drawn. The name of a special token in a text ("<|endoftext|>") is
+    encoded as ordinary text; Hugging Face's tokenizers encode it as the special token.
 
-    A continuation longer than the context length makes `hf` fail; here it is scored in several windows. A task that
-    asks for as many new tokens as the context length or more makes `hf` fail, too; here the prompt is cut to half the
-    context length, and the model no longer sees the beginning when the text has grown longer than the context.
+    `hf` fails if a continuation is longer than the context length, or if a task asks for at least that many new tokens.
+    Here such a continuation is scored in several windows, and the prompt of such a task is cut to half the context
+    length.
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer) -> None:
@@ -59,8 +58,7 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [answer.total for answer in self.scorer.score(pairs)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Return the generated text for each request. Raises UserError for an unsupported sampling option, and RunError
-        if a logit is not finite."""
+        """Return the generated text for each request."""
         jobs = [self._job(request) for request in requests]
         # Requests with equal settings are next to each other, because all rows of a batch have the same settings. Among
         # them, the longest prompts come first, so that a batch that does not fit in memory fails at once.
@@ -87,10 +85,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [found[at] for at in range(len(jobs))]
 
     def _job(self, request: Instance) -> tuple[list[int], Settings]:
-        """Return the prompt's tokens and the settings for generating new tokens. An empty prompt becomes an end-of-text
-        token. Of a prompt that is too long, only the end is kept: as many tokens as the context has room for beside the
-        new tokens, or half of the context if the new tokens may fill all of it. Raises UserError for an unsupported
-        sampling option."""
+        """Return the prompt's tokens and the settings for generating new tokens. Of a prompt that is too long, only the
+        end is kept."""
         prompt, kwargs = request.args
         known = dict(normalize_gen_kwargs(kwargs))
         temperature = float(known.get("temperature", 1.0)) if known.get("do_sample") else 0.0

@@ -77,11 +77,8 @@ def check_installed() -> None:
 
 
 def prepare(specs: Sequence[str]) -> None:
-    """Check the names of tasks (see `load`) and import lm-eval. This takes seconds, but downloads nothing, so all ranks
-    can do it at the same time before the tasks are loaded.
-
-    Raises UserError for unknown names and missing task files, or if lm-eval is not installed.
-    """
+    """Check the names of tasks and import lm-eval. This takes seconds, but downloads nothing, so all ranks can do it at
+    the same time. Raises UserError for unknown names and missing task files, or if lm-eval is not installed."""
     check_installed()
     for spec in specs:
         _names_of(spec)
@@ -90,16 +87,14 @@ def prepare(specs: Sequence[str]) -> None:
 
 def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
     """Load tasks by names (of tasks, groups or tags), wildcards or paths of task files (.yaml, .yml), and download
-    their data if it is not on this machine.
+    their data if it is not on this machine. A `!function` in a task file is run, because it is the user's own code
+    beside the file.
 
-    `num_fewshot` is the number of solved examples before each question. It replaces the tasks' own numbers, except, as
-    in lm-eval, an explicit 0. If it is None, the tasks' own numbers are used, or 0 if a task has none. A `!function` in
-    a task file is run, because it is the user's own code beside the file.
+    `num_fewshot` is the number of solved examples before each question (None: each task's own number). As in lm-eval,
+    it does not replace a task's explicit 0.
 
-    The random states of this process are restored afterwards. Raises UserError if lm-eval is not installed, for an
-    unknown name, for a missing task file, and for two tasks of one name with different settings. Also raises UserError
-    for a task that would run downloaded code or code written by the model, that is about pictures or sound, or that
-    cannot be loaded, for example because its data is not available.
+    The random states of this process are restored afterwards. Raises UserError if lm-eval is not installed, or if a
+    task is unknown, cannot be loaded, is not about text, or would run downloaded code or code written by the model.
     """
     check_installed()
     found = Benchmarks({}, {}, [])
@@ -134,8 +129,8 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
 
 
 def _settings(task: Any) -> bytes:
-    """Return a task's configuration as JSON, with the path of its file, but without the name that lm-eval's own tables
-    show. A function is given by its name alone, because lm-eval copies some functions for each loading."""
+    """Return a task's configuration as JSON. A function is given by its name alone, because lm-eval copies some
+    functions for each loading."""
     return to_json(vars(task.config) | {"task_alias": None}, fallback=lambda value: getattr(value, "__name__", None))
 
 
@@ -151,9 +146,8 @@ def known_names(pattern: str) -> list[str]:
 
 
 def _names_of(spec: str) -> list[str]:
-    """Return the names that one item of --tasks stands for. A wildcard stands for the tasks that match it or, if there
-    are none, for the groups and tags that match it. Any other item stands for itself. Raises UserError if it is a task
-    file that does not exist, or if lm-eval has no such name."""
+    """Return the names that one item of --tasks stands for. A wildcard stands for groups and tags only if it matches no
+    task."""
     if Path(spec).suffix in TASK_FILE_SUFFIXES:
         if not Path(spec).is_file():
             raise UserError(f"{spec}: no such task file")
@@ -164,8 +158,8 @@ def _names_of(spec: str) -> list[str]:
 
 @cache
 def task_manager(*, with_index: bool) -> Any:
-    """Return lm-eval's TaskManager, and turn off the libraries' output (see `quieten`). With `with_index`, it knows the
-    names of lm-eval's own tasks; their index is made from thousands of files, which takes seconds."""
+    """Return lm-eval's TaskManager, and turn off the libraries' output. With `with_index`, it knows the names of
+    lm-eval's own tasks; their index takes seconds to make."""
     # Keep the library `evaluate` from downloading and running metrics, which are programs. The library reads this
     # variable when it is imported.
     os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
@@ -176,8 +170,7 @@ def task_manager(*, with_index: bool) -> Any:
 
 
 def quieten() -> None:
-    """Turn off lm-eval's logs below the level CRITICAL, the logs of datasets and huggingface_hub below ERROR, and the
-    progress bars of datasets. A download may still show the bar of huggingface_hub."""
+    """Turn off lm-eval's logs, the warnings of datasets and huggingface_hub, and the progress bars of datasets."""
     # Import the libraries before changing their log levels, because they set the levels when they are imported.
     import datasets
     import huggingface_hub.utils.logging
@@ -189,7 +182,7 @@ def quieten() -> None:
 
 
 def _diagnosis(error: Exception) -> str:
-    """Return the text for users about an error that lm-eval or another library raised while a task was loaded."""
+    """Return the text for users about an error that was raised while a task was loaded."""
     import huggingface_hub.constants as hub
 
     names, cause = set(), error
@@ -246,7 +239,7 @@ def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: 
 @contextmanager
 def lm_eval_seeds() -> Iterator[None]:
     """Seed the global random generators of Python, NumPy and torch's CPU as lm-eval does, and restore their states on
-    exit. lm-eval draws no random numbers on other devices."""
+    exit."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(PYTHON_SEED)
     np.random.seed(OTHER_SEED)
@@ -261,12 +254,8 @@ def lm_eval_seeds() -> Iterator[None]:
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Turn off lm-eval's progress bars, and make lm-eval compute bootstrap errors in this process and without a
-    message.
-
-    lm-eval's `evaluate` has no options for this. Without the change, every rank of a run would print the bars, and
-    lm-eval's process pool for the bootstrap would fork this process, which holds the model, the device and threads.
-    """
+    """Turn off lm-eval's progress bars, which every rank would print, and its process pool for the bootstrap, which
+    would fork this process with its device and threads. `evaluate` has no options for this."""
     import lm_eval.api.metrics as metrics
     import lm_eval.api.task as task
 
@@ -279,18 +268,15 @@ def quiet_lm_eval() -> Iterator[None]:
 
 
 def _bootstrap_stderr(statistic: Any, values: Sequence[Any], iters: int) -> float:
-    """Return the standard error of a statistic of `values`, from `iters` bootstrap resamples.
-
-    Replaces lm-eval's `bootstrap_stderr`, and returns the same number if `iters` is at most 1,000. For more resamples
-    the numbers differ, because lm-eval draws those after the first 1,000 with other seeds.
-    """
+    """Return the standard error of a statistic of `values`, from `iters` bootstrap resamples. For up to 1,000 it is the
+    number that lm-eval's `bootstrap_stderr` returns."""
     draw = random.Random(0)
     return float(np.std([statistic(draw.choices(values, k=len(values))) for _ in range(iters)], ddof=1))
 
 
 def scores(results: dict[str, Any], name: str) -> list[Score]:
-    """Return all scores of the task or group `name` in lm-eval's results, in lm-eval's order. The list is empty for a
-    group without scores of its own."""
+    """Return all scores of the task or group `name` in lm-eval's results. The list is empty for a group without scores
+    of its own."""
     row = results["results"].get(name, {})
     counts = row.get("sample_count", {})
     examples = row.get("sample_len") or sum(counts.values())
@@ -306,12 +292,10 @@ def scores(results: dict[str, Any], name: str) -> list[Score]:
 
 
 def table(results: dict[str, Any], names: Sequence[str], depth: int = 0) -> Iterator[str]:
-    """Yield the lines of a table, 80 characters wide, with task, metric, value and standard error, and number of
-    examples. The tasks of a group follow the group, and their names are indented. Names of tasks and metrics that are
-    too long are cut. `depth` is the depth of indentation of `names`; at depth 0 the table has a heading.
+    """Yield the lines of a table of scores, 80 characters wide. The tasks of a group follow the group, and their names
+    are indented. `depth` is the depth of indentation of `names`.
 
-    lm_eval.utils.make_table is not used, because with the installed pytablewriter (0.38) its tables have no headings
-    and fewer digits.
+    lm_eval.utils.make_table is not used, because with pytablewriter 0.38 its tables have no headings and fewer digits.
     """
 
     def cut(text: str, width: int) -> str:
@@ -339,8 +323,8 @@ def _eight_characters(value: float) -> str:
 
 
 def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write lm-eval's version, `about` (the model and the settings) and the keys KEPT of lm-eval's results into `path`,
-    as one JSON object. Raises RunError if the file cannot be written."""
+    """Write `about` (the model and the settings) and the keys KEPT of lm-eval's results to `path`, as one JSON object.
+    Raises RunError if the file cannot be written."""
     from importlib.metadata import version
 
     whole = {"lm_eval": version("lm-eval"), **about, **{key: results[key] for key in KEPT if key in results}}

@@ -51,10 +51,7 @@ class Example:
 
 def encode(entry: Instruction, tokenizer: Tokenizer, context_length: int) -> Example:
     """Return the entry as tokens. Prompt and answer are encoded separately, so that the answer begins at a token
-    boundary, as a generated answer does.
-
-    Keeps up to `context_length` + 1 tokens, since `context_length` inputs have as many targets, shifted by one.
-    """
+    boundary, as a generated answer does."""
     prompt = tokenizer.encode(entry.prompt)
     tokens = [*prompt, *tokenizer.encode(entry.output), tokenizer.eot_token]
     return Example(tokens[: context_length + 1], len(prompt))
@@ -71,14 +68,9 @@ class Batch(NamedTuple):
 def batches(
     examples: Sequence[Example], size: int, padding: int, *, answers_only: bool, generator: torch.Generator | None
 ) -> Iterator[Batch]:
-    """Yield all examples in batches of up to `size` rows, shuffled by `generator`, or in order if it is None. Rows are
-    padded on the right, with the token `padding`, to the longest row of the batch. Targets in the padding are IGNORED,
-    and so are targets in the prompts if `answers_only` is true.
-
-    The end-of-text token after an answer is learned, even if the padding is the same token. A row without targets to
-    learn has no effect, because `batch_loss` is a mean over tokens, not over rows. A batch in which no row has targets
-    to learn is left out, because its mean loss would be 0 / 0.
-    """
+    """Yield the examples in batches of up to `size` rows, shuffled by `generator`, or in order if it is None. Rows are
+    padded on the right with the token `padding`. Targets in the padding are IGNORED, and so are targets in the prompts
+    if `answers_only` is true. A batch without targets to learn is left out, because its mean loss would be 0 / 0."""
     count = len(examples)
     order = range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
     for start in range(0, count, size):
@@ -119,15 +111,13 @@ class FineTuning:
 def fine_tune(
     model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
 ) -> FineTuning:
-    """Train the model on the training part for up to `max_epochs` epochs. Training stops earlier, after an epoch in
-    which the loss on the validation part rose or was not finite. Then the model gets back the weights from before that
-    epoch. At the end the model is in evaluation mode.
+    """Train the model on the training part for up to `max_epochs` epochs, and print the losses. Training stops after an
+    epoch in which the loss on the validation part rose or was not finite. Then the model gets back the weights from
+    before that epoch. At the end the model is in evaluation mode.
 
-    An example whose prompt leaves no room for its answer in the context is left out. All randomness comes from the
-    settings' seed, which also becomes torch's global seed. Prints the number of examples left out (if any), the
-    validation loss before training, a line for each epoch, the reason for stopping and, on standard error, a hint if
-    nothing was learned. Raises UserError if the training or the validation part has no example left, and RunError if
-    the model's loss is not finite before training.
+    An example whose prompt leaves no room for its answer in the context is left out. The settings' seed becomes torch's
+    global seed. Raises UserError if the training or the validation part has no example left, and RunError if the
+    model's loss is not finite before training.
     """
     context_length, padding = model.config.context_length, tokenizer.eot_token
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
@@ -196,8 +186,8 @@ def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
 
 
 def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) -> float:
-    """Return the mean cross-entropy (nats) over the targets in all batches, except IGNORED ones, without dropout. The
-    mean does not depend on how the examples are divided into batches. There must be at least one batch."""
+    """Return the mean cross-entropy (nats) over the targets in one or more batches, except IGNORED ones, without
+    dropout."""
     total, count = 0.0, 0
     with evaluating(model), precision.autocast():
         for batch in held_out:
@@ -208,12 +198,8 @@ def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) 
 
 
 def answer(model: GPTModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int) -> list[Response]:
-    """Return an answer of at most `longest` tokens to each entry, in the order of the entries. White space around an
-    answer is removed. Each token is the likeliest one, so that the answers are the same every time. Raises RunError if
-    a logit is not finite.
-
-    If a prompt is longer than the context length, the model sees only the end of the prompt.
-    """
+    """Return an answer of at most `longest` tokens to each entry, without white space around it. Each token is the
+    likeliest one, so that the answers are the same every time. Raises RunError if a logit is not finite."""
     prompts = [tokenizer.encode(entry.prompt) for entry in entries]
     by_length = sorted(range(len(entries)), key=lambda index: len(prompts[index]))  # so that batches have less padding
     texts = [""] * len(entries)

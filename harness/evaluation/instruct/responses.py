@@ -48,8 +48,7 @@ class Instruction(_Part):
 
     def request(self, input_heading: str = "### Input:") -> str:
         """Return the instruction in the prompt format of Raschka's book: Stanford Alpaca's (Taori et al. 2023), but
-        with the same first paragraph for entries with and without an input. If the input is not empty, it follows below
-        `input_heading`."""
+        with the same first paragraph for entries with and without an input."""
         request = (
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
             f"\n\n### Instruction:\n{self.instruction}"
@@ -76,11 +75,8 @@ class InstructionSplits(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> InstructionSplits:
-        """Read an instruction file, a JSON list of objects with instruction, input and output, and split it.
-
-        Raises UserError if the file cannot be read or is no list, if an entry is invalid (with the entry's number, from
-        1), or if there are too few entries.
-        """
+        """Read an instruction file, a JSON list of objects with instruction, input and output, and split it. Raises
+        UserError if the file is not valid or has too few entries."""
         wanted = 'a list of objects with instruction, input ("" where there is none) and output'
         values, entries = read_json(path), []
         if not isinstance(values, list):
@@ -100,12 +96,9 @@ class InstructionSplits(NamedTuple):
 
 
 def local_instructions(file_or_url: str) -> Path:
-    """Return the path of an instruction file. A path is returned unchanged. For an http(s) URL, return the path of the
-    file's copy in this user's cache, and download the file first if the cache does not have it.
-
-    Raises UserError if the download fails, or if the downloaded file is no instruction file (but a login page, for
-    example). An incomplete or refused download is never left in the cache.
-    """
+    """Return the path of an instruction file. For an http(s) URL, it is the path of a copy in this user's cache, which
+    is downloaded if it is missing. Raises UserError if the download fails, or gives no instruction file (but a login
+    page, for example)."""
     address = urlsplit(file_or_url)
     if address.scheme not in {"http", "https"}:
         return Path(file_or_url)
@@ -139,8 +132,7 @@ class Response(Instruction):
 
 
 class InstructionData(_Part):
-    """The instruction file that the questions come from: its name, its SHA-256, and its numbers of entries, in all and
-    in the test part."""
+    """The instruction file that the questions come from. `entries` counts those of all parts."""
 
     file: Text
     sha256: str
@@ -149,8 +141,7 @@ class InstructionData(_Part):
 
 
 class AnsweringModel(_Part):
-    """The checkpoint that was fine-tuned and then answered the questions, and the device and the version of torch that
-    were used."""
+    """The checkpoint that was fine-tuned and then answered the questions."""
 
     checkpoint: Text  # the name of its folder
     sha256: str  # of its model.safetensors, before fine-tuning
@@ -182,12 +173,9 @@ class Responses(_Part):
 
 
 def read_responses(path: Path) -> Responses:
-    """Read a responses file of this program, or a JSON list as written by chapter 7 of Sebastian Raschka's book Build a
-    Large Language Model (From Scratch) and by Giles Thomas's lab notebook. Such a list does not name the model, so the
-    model is named after the file.
-
-    Raises UserError if the file cannot be read or, naming the key, if a value is invalid.
-    """
+    """Read a responses file of this program, or a JSON list as written by chapter 7 of Raschka's book and by Giles
+    Thomas's lab notebook. The model of such a list is named after the file. Raises UserError if the file is not
+    valid."""
     value = read_json(path)
     if isinstance(value, list):
         answers = [
@@ -203,18 +191,14 @@ def read_responses(path: Path) -> Responses:
 
 
 def write_responses(path: Path, responses: Responses) -> None:
-    """Write a responses file. The finished file is renamed to `path`, so that no partial file is ever visible. Raises
-    OSError if it cannot be written."""
+    """Write a responses file. Raises OSError if it cannot be written."""
     replace_text(path, json.dumps(responses.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_comparable(paths: Sequence[Path]) -> list[Responses]:
     """Read the responses files of models that are to be compared. If several models have the same name, the path of the
-    responses file is appended to each of these names.
-
-    Raises UserError as `read_responses` does, and if a file is given twice, if two files differ in their questions, or
-    if two names are still equal.
-    """
+    responses file is appended to each of these names. Raises UserError if a file is not valid or is given twice, or if
+    the files differ in their questions."""
     again = [path for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
     if again:
         raise UserError(f"{again[0]}: given twice; give each model's responses once")

@@ -37,14 +37,13 @@ class Record(BaseModel):
 class JudgeCache:
     """Context manager for the open cache file, which is locked for this process until it is closed.
 
-    The lock is on the file itself. A lock by the package filelock would leave a second file, and would not exclude an
-    earlier version of this program, which locks the cache file.
+    The lock is on the file itself, because a lock by the package filelock would leave a second file.
     """
 
     def __init__(self, path: Path, *others: Path) -> None:
         """Create or read the file, and lock it. The answers in the files `others` are read, too, if they exist. Raises
-        UserError if another process has locked the file or if one of the files is no cache file, RunError if the file
-        cannot be read or created, and OSError if one of the `others` cannot be read."""
+        UserError if another process has locked the file or if one of the files is no cache file, and RunError or
+        OSError if a file cannot be read."""
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
@@ -91,9 +90,8 @@ class JudgeCache:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a file until its descriptor is closed or the process ends. Return False if another process has locked the
-    file, or has just deleted it. Return True if this process now has the lock, or if the file system does not support
-    locks."""
+    """Lock a file until its descriptor is closed. Return False if another process has locked or just deleted the
+    file."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -104,8 +102,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _parse(path: Path, content: bytes) -> Iterator[Record]:
-    """Yield the records of all complete lines. Skips empty lines, and lines that only begin like a record, because they
-    were cut off or damaged. Raises UserError for any other line."""
+    """Yield the records of all complete lines. Raises UserError for a line that does not begin like a record."""
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line and not (line.startswith(LINE_START) or LINE_START.startswith(line)):
             raise UserError(f"{path}:{number}: not a judge's answer; give --cache another file")

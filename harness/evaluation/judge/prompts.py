@@ -59,8 +59,7 @@ LARGEST = 100
 
 
 class InvalidAnswerError(Exception):
-    """Error for a judge's refusal, or for a reply that cannot be used, such as one that lacks a valid score for an
-    answer. The message gives the reason."""
+    """Error for a judge's refusal, or for a reply that cannot be used. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,9 @@ def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: i
     """Return a prompt about the answers of all models to one question. `answers` maps the models' labels to their
     answers.
 
-    In the prompt, the answers are called A, B, …, Z, AA, AB, … in a pseudo-random order; all orders are equally likely.
-    The answers are sorted by hashes of `seed`, `question`, `repeat` and their texts (equal texts by label), so that the
-    prompt depends neither on the order of the models nor on their labels. The same answers therefore give the same
-    prompt, and are paid for once.
+    In the prompt, the answers are called A, B, … in a pseudo-random order. They are sorted by hashes of `seed`,
+    `question`, `repeat` and their texts, so that the prompt depends neither on the order of the models nor on their
+    labels. The same answers therefore give the same prompt, and are paid for once.
     """
     labels = list(answers)
     texts = [answers[label].response for label in labels]

@@ -50,11 +50,8 @@ class Comparison:
 
 def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
     """Compare M models by their scores on Q questions in R repeats. A missing score is NaN. A repeat of a question in
-    which any model's score is missing is left out for all models.
-
-    A model's score on a question is the mean over the question's repeats. Questions without repeats are left out.
-    Returns None if no question is left. `seed` is that of the bootstrap for the intervals (see `estimate_of_mean`).
-    """
+    which any model's score is missing is left out for all models. Return None if no question is left. `seed` is that of
+    the bootstrap for the intervals."""
     scores_QxM = question_means(scores_QxRxM)
     if not len(scores_QxM):
         return None
@@ -142,8 +139,7 @@ class JudgeReport:
         return result
 
     def shortfall(self) -> str | None:
-        """Return a one-line error message if at least one prompt has no valid answer of the judge, or None if every
-        prompt has one."""
+        """Return a one-line error message, or None if every prompt has a valid answer of the judge."""
         missing = self.judgment.unanswered
         if not missing:
             return None
@@ -161,8 +157,8 @@ class JudgeReport:
         return (tokens.prompt * self.prices[0] + tokens.completion * self.prices[1]) / 1e6
 
     def _tables(self, comparison: Comparison) -> Iterator[str]:
-        """Yield the lines of a heading, of the table of the models' means (best first), and of the table of differences
-        between pairs of models."""
+        """Yield the lines of a heading, of the models' means (best first), and of the differences between pairs of
+        models."""
         repeats, asked = self.settings.repeats, len(self.judgment.scores)
         together = "all models in one prompt" if len(comparison.means) > 1 else "the model"
         if not self.settings.judges_together:
@@ -210,12 +206,9 @@ def judge_and_report(
     prices: tuple[float, float] | None = None,
     as_json: bool = False,
 ) -> None:
-    """Ask the judge to score the answers of the models, print the report, and write each model's scores to its run (see
-    `keep_scores`). `paths` are the responses files of `models`, in the same order. `caches` are those of `judge`.
-
-    Raises UserError, RunError and OSError as `judge` does. Also raises RunError, after the report, if at least one
-    prompt has no valid answer.
-    """
+    """Ask the judge to score the answers of the models, print the report, and write each model's scores to its run.
+    `paths` are the responses files of `models`, in the same order. `caches` and errors are those of `judge`. Also
+    raises RunError, after the report, if a prompt has no valid answer."""
     report = JudgeReport(judge(models, settings, caches), settings, prices)
     click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
     keep_scores(paths, models, report)
@@ -225,12 +218,7 @@ def judge_and_report(
 
 def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: JudgeReport) -> None:
     """Write each model's scores to the run whose folder contains its responses file. `paths` are the responses files of
-    `models`, in the same order as in the judgment.
-
-    A model without a valid score, or whose file is in no run's folder, is skipped. If the file does not name the
-    weights that gave the answers, or if these weights are no longer a checkpoint of the run, a line on standard error
-    says that the scores are not written. If writing fails, a warning is printed.
-    """
+    `models`, in the same order as in the judgment."""
     settings = report.settings
     for number, (path, own) in enumerate(zip(paths, models, strict=True)):
         run = RunDirectory(path.absolute().parent)

@@ -1,5 +1,5 @@
 """Requests to a judge, a model behind an OpenAI-compatible endpoint: settings, requests in threads, and the resulting
-scores. The openai package retries failed requests. The cache keeps all answers, so that none is paid for twice."""
+scores."""
 
 from __future__ import annotations
 
@@ -57,9 +57,8 @@ class JudgeSettings:
 
     @classmethod
     def choose(cls, model: str, base_url: str | None, **others: Any) -> JudgeSettings:
-        """Return settings for the judge `model` at `base_url`. If `base_url` is None, the address is that in the
-        environment variable OPENAI_BASE_URL, or else OpenAI's. Raises UserError if the address or the name is not
-        valid."""
+        """Return settings for the judge `model` at `base_url` (None: the address in the environment variable
+        OPENAI_BASE_URL, or else OpenAI's). Raises UserError if the address or the name is not valid."""
         if not model or not is_unicode(model):
             raise UserError(f"the judge: {quoted(model)} is not the name of a model; give one like {NOTEBOOK_JUDGE}")
         url = base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
@@ -118,17 +117,14 @@ class JudgeClient:
 
     def without_key(self, text: str) -> str:
         """Return a server's or library's text as one line of at most 300 printable characters, with "***" in place of
-        the API key. A key shorter than SHORTEST_SECRET is left as it is."""
+        an API key of at least SHORTEST_SECRET characters."""
         hidden = text.replace(self._key, "***") if len(self._key) >= SHORTEST_SECRET else text
         return printable(" ".join(hidden.split()))[:300]
 
     def ask(self, key: str, prompt: Prompt) -> Record:
         """Send a prompt, and return the record of the judge's answer, valid or not. `key` is the key of the record. The
-        openai package makes up to `attempts` tries of a request that fails, but none after a reply has begun. After an
-        invalid answer, the prompt is not sent again.
-
-        Raises UnavailableError if the judge does not answer, and UserError if other prompts would fail in the same way.
-        """
+        openai package makes up to `attempts` tries of a request that fails. Raises UnavailableError if the judge does
+        not answer, and UserError if other prompts would fail in the same way."""
         scores = reason = None
         counts: dict[str, int] = {}
         try:
@@ -165,8 +161,7 @@ class JudgeClient:
         )
 
     def _reply(self, prompt: str) -> bytes:
-        """Return the body of the reply to a prompt. Raises InvalidAnswerError if the reply breaks off or takes too
-        long, or if the judge refuses the question. Raises UnavailableError and UserError as `ask` does."""
+        """Return the body of the reply to a prompt."""
         body: bytes | None = None
         create = self._client.chat.completions.with_streaming_response.create
         try:
@@ -250,9 +245,8 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, caches: Sequence
     first file. The models must have different labels and the same questions.
 
     Raises UserError if the judge cannot be asked with these settings, if another process uses the first file, or if one
-    of the files is no cache file. Raises RunError if the judge does not answer, if there is no valid answer at all
-    after HOPELESS_PROMPTS prompts, or if the first file cannot be read or written, and OSError if another one cannot be
-    read. The answers before an error are in the cache.
+    of the files is no cache file. Raises RunError if the judge does not answer or gives no valid answer at all, and
+    RunError or OSError if a file cannot be read or written. The answers before an error are in the cache.
     """
     prompts = list(_prompts(models, settings))
     names = {key: set(prompt.names) for key, prompt in prompts}
@@ -284,8 +278,7 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, caches: Sequence
 
 
 def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> Iterator[tuple[str, Prompt]]:
-    """Yield all prompts, each as (key of its answer in the cache, prompt). Each question and repeat has one prompt
-    about the answers of all models, or one prompt about each answer."""
+    """Yield all prompts, each as (key of its answer in the cache, prompt)."""
     for question in range(len(models[0].responses)):
         answers = {model.model: model.responses[question] for model in models}
         for repeat in range(settings.repeats):
@@ -304,18 +297,14 @@ def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> Iterator[t
 def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCache, *, kept: int) -> dict[str, str]:
     """Send all prompts, in parallel threads, and add all answers to the cache. Each prompt is sent until there is a
     valid answer, at most `client.settings.attempts` times. `prompts` maps the key of an answer in the cache to its
-    prompt. `kept` is the number of valid answers that the cache had already, to prompts that need not be sent again.
-
-    Returns a dict from the key of each prompt without a valid answer to a text that says what was wrong with the last
-    answer. Raises UserError if the judge cannot be asked with these settings. Raises RunError if it does not answer, if
-    there is no valid answer at all after HOPELESS_PROMPTS prompts, or if the cache cannot be written.
-    """
+    prompt. `kept` is the number of valid answers that the cache had already. Return a dict from the key of each prompt
+    without a valid answer to the reason why its last answer is not valid."""
     settings, known, reasons = client.settings, len(cache.records), dict[str, str]()
     stop = threading.Event()
 
     def ask(key: str) -> str | None:
-        """Ask the judge until an answer is valid, at most `attempts` times, and add each answer to the cache. Return
-        what was wrong with the last answer, or None if it is valid."""
+        """Ask the judge until an answer is valid, at most `attempts` times. Return what was wrong with the last answer,
+        or None if it is valid."""
         reason = None
         try:
             for _ in range(settings.attempts):
