@@ -1,8 +1,7 @@
-"""Checkpoints in a mirror: finding the whole ones, and bringing the newest one to a machine that has an older one or
-none.
+"""Checkpoints in a mirror: finding the whole ones, and fetching the newest one.
 
-A checkpoint in a mirror is whole if its meta.json, which is sent last, is there and can be read, and if all files that
-meta.json lists are there. Their hashes are verified when they are fetched.
+A checkpoint in a mirror is whole if its meta.json, which is sent last, can be read, and if all files that meta.json
+lists are there. Their hashes are verified when they are fetched.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def step_of(name: str) -> int:
 
 def recency(name: str) -> tuple[int, str]:
     """Return a sort key for the names of checkpoints: by step, and of the same step by date. A step has a second
-    checkpoint if a resumed run did work after that step, such as an interrupted evaluation, or reached a ceiling before
-    the next step."""
+    checkpoint if a resumed run did work after it, such as an interrupted evaluation."""
     return step_of(name), name
 
 
@@ -95,10 +93,9 @@ def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, Checkp
 
 
 def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
-    """Return name and meta.json of the newest whole checkpoint in the mirror if it is newer (see `recency`) than the
-    one that the run would continue from without the mirror. Return None otherwise. Checkpoints that the run has left
-    (see `left_by_going_back`) are ignored. Nothing is fetched. Raises RunError if the mirror cannot be read, and
-    UserError as `choose_start` and `refuse_if_set_aside` do."""
+    """Return name and meta.json of the newest whole checkpoint in the mirror if it is newer than the one that the run
+    would continue from here, and None otherwise. Checkpoints that the run has left by going back are ignored. Raises
+    RunError if the mirror cannot be read, and UserError as `refuse_if_set_aside` does."""
     try:
         files = without_left(run, mirror.files())
         found = newest_in_mirror(mirror, files)
@@ -112,18 +109,18 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
 
 
 def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
-    """If the newest whole checkpoint in the mirror is newer (see `recency`) than the one that the run would continue
-    from here, make it the latest one here: unless it is here already, fetch it, with its results, metrics, summary and
-    chart, and with the best checkpoint. Checkpoints that the run has left (see `left_by_going_back`) are ignored.
-    Return the name of the checkpoint, or None if none was taken from the mirror.
+    """Make the newest whole checkpoint in the mirror the latest one here, if it is newer than the one that the run
+    would continue from here. Unless it is here already, fetch it, with the run's results, metrics, summary, chart and
+    best checkpoint. Return its name, or None if no checkpoint was taken from the mirror. Checkpoints that the run has
+    left by going back are ignored.
 
-    `check` raises UserError if the checkpoint is not one of this run; it is called before the checkpoint is fetched. A
-    damaged checkpoint in the mirror (a file is missing or does not have the hash that meta.json gives, or meta.json
-    cannot be read) is skipped with a warning, and the next older one is tried. If the run's own latest checkpoint is
-    damaged and the mirror has no newer one, the mirror's copy replaces it, and the damaged one is moved to a folder
-    below `aside/`. An interrupted download resumes. Raises RunError if the mirror cannot be read or a file cannot be
-    moved. Raises UserError as `check`, `choose_start` and `refuse_if_set_aside` do. Also raises UserError if a
-    checkpoint there is damaged, none there is whole, and there is none here.
+    `check` is called before a checkpoint is fetched, and raises UserError if it is not one of this run. A checkpoint
+    that is damaged in the mirror is skipped with a warning, and the next older one is tried. If the run's own latest
+    checkpoint is damaged and the mirror has no newer one, the mirror's copy replaces it, and the damaged one is moved
+    to a folder below `aside/`.
+
+    Raises RunError if the mirror cannot be read or a file cannot be moved. Raises UserError as `check` and
+    `refuse_if_set_aside` do, or if there is no checkpoint here and those in the mirror are damaged.
     """
     there, brought, is_damaged = retried(mirror, mirror.files), None, False
     files = without_left(run, there)
@@ -153,11 +150,10 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
 
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
-    """Return a function of a checkpoint's name. It returns True if the run has left that checkpoint here by going back
-    to an earlier step: the checkpoint was moved to a folder below `aside/` and not fetched again, while the mirror with
-    these `files` still has its meta.json. The function also returns True for earlier checkpoints that are not here,
-    down to the step that the run went back to, because a machine need not have all checkpoints of the mirror. (Names
-    begin with the date.)"""
+    """Return a function that returns True for the name of a checkpoint that the run has left here by going back to an
+    earlier step: it was moved to a folder below `aside/`, while the mirror with these `files` still has its meta.json.
+    Earlier checkpoints that are not here, down to the step that the run went back to, count as left, too, because a
+    machine need not have all checkpoints of the mirror. (Names begin with the date.)"""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
     last = max(moved - {*here}, default="")
@@ -166,9 +162,8 @@ def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[st
 
 
 def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
-    """Return the mirror's `files` without meta.json and measurements of the checkpoints that the run has left (see
-    `left_by_going_back`). The next upload sets these checkpoints aside in the mirror, too, but this process may start
-    before it."""
+    """Return the mirror's `files` without meta.json and measurements of the checkpoints that the run has left by going
+    back. The next upload sets them aside in the mirror, but this process may start before it."""
     is_left = left_by_going_back(run, files)
 
     def is_gone(file: str) -> bool:
@@ -181,7 +176,7 @@ def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
 
 def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
     """If the checkpoint that the run would continue from is damaged here and is among the mirror's `files`, print a
-    note and return its name. Otherwise return None. Raises UserError as `choose_start` does."""
+    note and return its name. Otherwise return None."""
     start = choose_start(run.checkpoints, None)
     if start is None or f"checkpoints/{start.name}/{META}" not in files:
         return None
@@ -198,8 +193,7 @@ def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
 
 def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
     """Raise UserError if, by the mirror's `files`, another machine has set the run's latest checkpoint aside. That
-    machine restarted the run, or resumed it from an earlier checkpoint, and this machine would overwrite its work. Also
-    raises UserError as `choose_start` does."""
+    machine restarted the run, or resumed it from an earlier checkpoint, and this machine would overwrite its work."""
     start = choose_start(run.checkpoints, None)
     if start and is_set_aside(files, start.name):
         raise UserError(
@@ -216,13 +210,12 @@ def is_set_aside(files: dict[str, int], name: str) -> bool:
 def _bring_checkpoint(
     run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta, damaged: str | None
 ) -> bool:
-    """Fetch a checkpoint and all that belongs to it, and set the links `latest` and (if the best checkpoint is here)
-    `best`. If the checkpoint is already here and is not `damaged`, only set the links. Return False if it is damaged in
-    the mirror, and otherwise True. `damaged` is None or names a checkpoint that is damaged here. The damaged one is
-    moved to a folder below `aside/` once a whole copy has been fetched.
+    """Fetch a checkpoint that is not here, or is `damaged` here, with all that belongs to it. Then set the links
+    `latest` and `best`. Return False if the checkpoint is damaged in the mirror. `damaged` is None or names a
+    checkpoint that is damaged here; it is moved to a folder below `aside/` when a whole copy replaces it.
 
-    The checkpoint gets its name after all other files have been fetched. If this process is killed before that, the
-    next process fetches what is missing; if it is killed later, no file is missing.
+    The checkpoint gets its name after all other files have been fetched, so that after a kill the next process fetches
+    what is missing.
     """
     best = name if meta.best_step == meta.global_step else None
     if best is None:
@@ -271,7 +264,7 @@ def fetch_checkpoint(
 ) -> Path | None:
     """Fetch all files of a checkpoint into a hidden folder beside the run's checkpoints, and return that folder. What
     an earlier process has fetched there is kept. Return None, with a warning, if a file does not have the hash in
-    `meta` even when it is fetched again. Raises RunError if the mirror cannot be read."""
+    `meta`."""
     draft = run.checkpoints / f"{FETCHING_PREFIX}{name}"
     draft.mkdir(parents=True, exist_ok=True)
     wanted = [each for each in meta.sha256 if each != META]
@@ -302,8 +295,7 @@ def fetch_checkpoint(
 
 
 def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> None:
-    """Fetch the rest of a file of `size` bytes, of which `path` holds the beginning, and advance `bar`. If `path` is
-    longer, the whole file is fetched. Raises RunError if the mirror cannot be read, or if its file is shorter."""
+    """Fetch the rest of a file of `size` bytes, of which `path` holds the beginning, and advance `bar`."""
     with path.open("ab") as file:
         if file.tell() > size:
             file.truncate(0)
@@ -321,8 +313,7 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
 
 def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> None:
     """Replace metrics.jsonl with the mirror's. If the local file is not the beginning of that file, it is first moved
-    to a folder below `aside/`. Prints a warning if the mirror's file ends before the checkpoint of `meta`. Raises
-    RunError if the mirror cannot be read, or if the move fails."""
+    to a folder below `aside/`."""
     content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
     if len(content) < meta.metrics_bytes:
         tell(
@@ -338,8 +329,7 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> No
 
 def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, int], meta: CheckpointMeta) -> None:
     """Replace the run's summary and chart by those in the mirror, unless the mirror's summary is damaged or describes
-    steps after those of `meta`. A summary here is first moved, with the chart, to a folder below `aside/`, unless an
-    equal one replaces it. Raises RunError if the mirror cannot be read, or if a move fails."""
+    steps after those of `meta`. A different summary here is first moved, with the chart, to a folder below `aside/`."""
     wanted = [path for path in (run.summary, run.chart) if path.name in files]
     contents = {path: retried(mirror, partial(mirror.read, path.name)) or b"" for path in wanted}
     if tokens_of_summary(contents.get(run.summary)) > meta.tokens_seen:
@@ -361,7 +351,7 @@ def tokens_of_summary(content: bytes | None) -> float:
 def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
     """Fetch the files of results/ and compile-cache/ that the run's folder does not have. Measurements of checkpoints
     that were set aside in the mirror are not fetched; those that are here are moved to a folder below `aside/`. Raises
-    RunError if the mirror cannot be read, or if a move fails."""
+    RunError if the mirror cannot be read or a file cannot be moved."""
 
     def is_old(file: str) -> bool:
         checkpoint = CHECKPOINT_NAME.search(file)  # a measurement's file name contains this
@@ -385,9 +375,8 @@ def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> N
 
 
 def retried(mirror: Mirror, work: Callable[[], Result]) -> Result:
-    """Return what `work` returns. UserError and RunError are raised at once. After any other error, `work` is retried
-    with a new connection, up to FETCHING_TRIES calls in all with back-off. The first failure is printed on standard
-    error. Raises RunError if all calls fail."""
+    """Return what `work` returns. After an error other than UserError and RunError, `work` is called again over a new
+    connection, up to FETCHING_TRIES times in all with back-off. Raises RunError if all calls fail."""
     for attempt in range(FETCHING_TRIES):
         try:
             return work()

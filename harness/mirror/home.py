@@ -42,9 +42,7 @@ POLL_SECONDS = 10.0
 
 
 def describe_runs(url: str) -> list[str]:
-    """Return a line for each run at `url`: its name, its newest whole checkpoint, the size of all its files in GB, and
-    the machine in its owner.json, if any. If there are no runs, return one line that says so. Raises UserError as
-    `open_mirror` does, and RunError if reading fails later."""
+    """Return a line for each run at `url`. Raises UserError or RunError if the mirror cannot be read."""
     mirror = open_mirror(url, "", writes=False)
     lines = []
     for name in retried(mirror, mirror.runs):
@@ -66,17 +64,12 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 
 
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
-    """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. model.json,
-    train.json, results and compiled code are not replaced if they are there. Summary, chart and metrics are replaced
-    unless the run here has a newer checkpoint than the mirror, has left the mirror's newest one (see
-    `left_by_going_back`), or is being trained; see also `fetch_results`, `_may_replace_summary` and
-    `_may_replace_metrics`. If they may be replaced and the mirror has no summary, an outdated summary here (see
-    `_summary_was_set_aside`) is moved, with the chart, to a folder below `aside/`. Unless the run is being trained
-    here, the mirror's owner.json is written into the run's lock file.
+    """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. Settings and
+    results that are here are not replaced. Summary, chart and metrics are replaced unless the run here has a newer
+    checkpoint than the mirror, has left the mirror's newest one by going back, or is being trained.
 
-    Raises UserError as `open_mirror` and `refuse_if_set_aside` do, if there is no such run, or if the run here is
-    another experiment, is the mirror itself, or has a file that cannot be read. With weights, also raises UserError if
-    another process uses the run, or as `bring` does. Raises RunError if the mirror cannot be read, or if a move fails.
+    Raises UserError if there is no such run, if the run here is another experiment or cannot be read, or, with weights,
+    if another process uses it. Raises RunError if the mirror cannot be read or a file cannot be moved.
     """
     mirror = open_mirror(url, name, writes=False)
     run = RunDirectory(runs_dir / name)
@@ -117,7 +110,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
 
 def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
     """Return True if a checkpoint of the last step of the training that `summary` describes has been set aside among a
-    mirror's `files`. Returns False if there is no summary, or it cannot be read."""
+    mirror's `files`."""
     with suppress(UserError, OSError):
         last = (read_summary(summary).global_steps or 0) - 1
         return any(step_of(name) == last and is_set_aside(files, name) for name in names_in(files))
@@ -127,8 +120,7 @@ def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
 def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: bool) -> bool:
     """Return True if the mirror's summary and chart may replace the run's: not if the mirror's summary is damaged. With
     a checkpoint here, also return False if the mirror's summary describes fewer tokens than the summary here or, with
-    weights, more than the newest checkpoint here. With weights, raises UserError if that checkpoint's meta.json cannot
-    be read."""
+    weights, more than the newest checkpoint here."""
     there = tokens_of_summary(retried(mirror, lambda: mirror.read(run.summary.name)))
     if there == math.inf or not (checkpoints := list_checkpoints(run.checkpoints)):
         return there < math.inf
@@ -138,10 +130,9 @@ def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: boo
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
-    """Return True if the mirror's metrics, `content`, may replace the run's: always if there is no checkpoint here.
-    With a checkpoint, return False if the file here begins with `content`. Also return False, and print a note, if the
-    two differ in the lines up to the newest checkpoint here. Raises UserError if that checkpoint's meta.json cannot be
-    read."""
+    """Return True if the mirror's metrics, `content`, may replace the run's: always if there is no checkpoint here, and
+    otherwise if they agree with those here up to the newest checkpoint, and are not just the beginning of those here.
+    """
     here, checkpoints = run.metrics.read_bytes() if run.metrics.exists() else b"", list_checkpoints(run.checkpoints)
     if not checkpoints:
         return True
@@ -154,8 +145,7 @@ def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
 
 
 def _files_of(mirror: Mirror) -> dict[str, int]:
-    """Return the files of a run in a mirror, with their sizes in bytes. Raises UserError if there is no such run, and
-    RunError if the mirror cannot be read."""
+    """Return the files of a run in a mirror, with their sizes in bytes. Raises UserError if there is no such run."""
     files: dict[str, int] = retried(mirror, mirror.files)
     if "train.json" not in files:
         raise UserError(f"mirror {mirror.name}: no such run; `uv run mirror.py list {mirror.url}` lists the runs there")
@@ -164,10 +154,9 @@ def _files_of(mirror: Mirror) -> dict[str, int]:
 
 def follow_run(url: str, name: str) -> Iterator[str]:
     """Yield a line for each finite training and validation loss of a run in a mirror: those that are there, then new
-    ones as they come. If the run goes back to an earlier step, also after a kill, a line says so, and the losses are
-    yielded from the beginning again. Ends when no machine trains the run any more, or its machine was silent for
-    LEASE_SECONDS; the last line says which. Raises UserError if there is no such run, and UserError or RunError if the
-    mirror cannot be read."""
+    ones as they come. If the run goes back to an earlier step, a line says so, and the losses are yielded from the
+    beginning again. Ends when no machine trains the run any more, or its machine was silent for LEASE_SECONDS. Raises
+    UserError or RunError if there is no such run or the mirror cannot be read."""
     mirror = open_mirror(url, name, writes=False)
     _files_of(mirror)
     printed, seen, changed = b"", None, time.monotonic()
@@ -201,15 +190,12 @@ def follow_run(url: str, name: str) -> Iterator[str]:
 
 def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     """Send a run's newest and best checkpoint and all its small files to a mirror, and return the URL of the run's
-    folder there. Checkpoints there that the run here has left (see `left_by_going_back`) are set aside, with their
-    measurements, and summary and chart are deleted if there are none here. Incomplete checkpoints there are deleted.
-    With `take_over`, the run is taken from another machine that trains it.
+    folder there. Checkpoints there that the run here has left by going back are set aside. With `take_over`, the run is
+    taken from another machine that trains it.
 
-    Raises UserError if the mirror cannot be opened or is the run's own folder, if a process here trains the run, if
-    another machine trains it (without `take_over`) or takes it meanwhile, if the mirror holds another experiment or a
-    newer checkpoint, if a checkpoint here cannot be verified, or as `Experiment.load` and `refuse_if_set_aside` do.
-    Raises RunError if the mirror cannot be read or owner.json cannot be written, and the errors of the store if sending
-    fails.
+    Raises UserError if the mirror cannot be opened, if another process or machine trains the run, if the mirror holds
+    another experiment or a newer checkpoint, or if a checkpoint here is damaged. Raises RunError if the mirror cannot
+    be read, and the errors of the store if sending fails.
     """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself

@@ -38,8 +38,7 @@ class LeaseLost(Exception):  # noqa: N818 - not an error of this machine
 
 
 class Lease:
-    """This machine's claim on a run in a mirror. A thread renews it until `release`. The lease's id is kept in the
-    run's folder, so that a killed run that is started again does not wait for its own lease."""
+    """This machine's claim on a run in a mirror. A thread renews it until `release`."""
 
     def __init__(self, mirror: Mirror, run: RunDirectory) -> None:
         # Not the mirror that uploads use: not every library can be used by several threads.
@@ -53,8 +52,7 @@ class Lease:
     def take(self, *, wait: bool, take_over: bool) -> None:
         """Write owner.json and keep it fresh from now on. If another machine is the owner and has been heard from
         within LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at
-        once. Without either of them, raises a UserError that names the other machine. Raises RunError if owner.json
-        cannot be written, or (except during the wait) cannot be read, even after retries."""
+        once. Without either of them, raises UserError. Raises RunError if owner.json cannot be read or written."""
         told = False
         while not take_over:
             try:
@@ -118,13 +116,12 @@ class Lease:
 
 
 def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, float]:
-    """Return the host that owns the run in a mirror ("another machine" if owner.json does not name it), and the seconds
-    for which it was silent. Return None and 0 if the run has no owner, or if the owner is the machine with the id
-    `own`.
+    """Return the host that owns the run in a mirror, and the seconds for which it was silent. Return None and 0 if the
+    run has no owner, or if the owner is the machine with the id `own`.
 
-    With `own`, if the store says when files were written, the silence is measured by the store's clock alone, which is
-    read by writing and deleting a file. Otherwise the time in owner.json (1970 if it has none) is compared with this
-    machine's clock, so the seconds can be negative. Raises the errors of the store.
+    With `own`, if the store says when files were written, the silence is measured by the store's clock, which is read
+    by writing and deleting a file. Otherwise the time in owner.json is compared with this machine's clock, so the
+    seconds can be negative. Raises the errors of the store.
     """
     owner = _parse(mirror.read(OWNER))
     if owner is None or (own is not None and owner.get("id") == own):
@@ -141,8 +138,8 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
 
 
 def own_id(run: RunDirectory) -> str:
-    """Return the random id, 16 hex digits, that owner.json has while this machine trains the run. It is stored in the
-    run's folder with the host's name and the folder's path, so that a copy of the folder gets a new id."""
+    """Return the random id that owner.json has while this machine trains the run. It is kept in the run's folder, so
+    that a killed run that is started again does not wait for its own lease. A copy of the folder gets a new id."""
     known = remembered(run)
     if isinstance(known.get("id"), str):
         return known["id"]
@@ -153,8 +150,8 @@ def own_id(run: RunDirectory) -> str:
 
 
 def remembered(run: RunDirectory) -> dict[str, Any]:
-    """Return what `remember` has kept in the run's folder on this machine: an empty dict if there is nothing, or if the
-    file is damaged or from another host or folder."""
+    """Return what `remember` has kept in the run's folder, or an empty dict if the file is missing, damaged, or from
+    another host or folder."""
     with suppress(OSError, ValueError):
         known = json.loads((run.path / KEPT).read_text(encoding="utf-8"))
         is_here = isinstance(known, dict) and known.get("host") == socket.gethostname()
@@ -164,9 +161,8 @@ def remembered(run: RunDirectory) -> dict[str, Any]:
 
 
 def remember(run: RunDirectory, **values: Any) -> None:
-    """Add `values` to the hidden file KEPT in the run's folder, with the host's name and the folder's path. Their keys
-    are "id" (see `own_id`) and "bytes_per_second" (of the last upload). Raises OSError if the file cannot be written.
-    """
+    """Add `values` to the hidden file KEPT in the run's folder. Their keys are "id" (see `own_id`) and
+    "bytes_per_second" (of the last upload). Raises OSError if the file cannot be written."""
     here = {"host": socket.gethostname(), "folder": str(run.path.resolve())}
     known = {**remembered(run), **here, **values}
     replace_text(run.path / KEPT, json.dumps(known) + "\n")

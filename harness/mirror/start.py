@@ -19,8 +19,8 @@ from harness.runs.directory import RunDirectory
 
 
 def mirror_url(experiment: Experiment, options: TrainOptions) -> str | None:
-    """Return the URL of the run's mirror, from --mirror or train.json, or None if it has none. Raises UserError as
-    `refuse_own_folder` does, or if --take-over is given without a mirror."""
+    """Return the URL of the run's mirror, from --mirror or train.json, or None if it has none. Raises UserError if the
+    mirror is the run's own folder, or if --take-over is given without a mirror."""
     url = experiment.config.mirror if options.mirror is None else options.mirror
     if url is None or url == "none":
         if options.take_over:
@@ -39,11 +39,10 @@ def refuse_own_folder(url: str, run: RunDirectory) -> None:
 
 def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) -> InMirror | None:
     """Return what training would find in the run's mirror, or None if the run has no mirror. `checkpoint` is the
-    command's CHECKPOINT; with it or --restart, training does not continue from a checkpoint in the mirror.
+    command's CHECKPOINT; with it or --restart, training does not continue from a checkpoint in the mirror. Without
+    --plan, a file is written there as a trial and deleted.
 
-    Without --plan, a file is written there as a trial and deleted. Raises UserError as `mirror_url`, `open_mirror` and
-    `newer_in_mirror` do, if the mirror holds another experiment, or if the datasets cannot be opened. Raises RunError
-    if the mirror cannot be read after `open_mirror` has succeeded.
+    Raises UserError if the mirror cannot be opened or holds another experiment, and RunError if reading fails later.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -61,12 +60,12 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
 def connect(
     experiment: Experiment, provenance: Provenance, options: TrainOptions, *, brings: bool
 ) -> tuple[Mirror, Lease] | None:
-    """Open the run's mirror, take the lease on it and, with `brings`, call `bring`, which fetches a newer checkpoint.
-    Return the mirror and the lease, or None if the run has no mirror. If another machine has the lease, --wait waits
-    for it, and --take-over takes it.
+    """Open the run's mirror, take the lease on it and, with `brings`, fetch a newer checkpoint. Return the mirror and
+    the lease, or None if the run has no mirror. If another machine has the lease, --wait waits for it, and --take-over
+    takes it.
 
-    Raises UserError as `mirror_url`, `open_mirror`, `Lease.take` and `bring` do, or if the mirror holds another
-    experiment. Raises RunError if the mirror cannot be read or written, or if `bring` cannot move a file.
+    Raises UserError if the mirror cannot be opened, holds another experiment or is leased to another machine. Raises
+    RunError if the mirror cannot be read or written, or if a file cannot be moved.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -91,8 +90,8 @@ def check_checkpoint(mirror: Mirror, experiment: Experiment, provenance: Provena
 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
     """Raise UserError if the model in the mirror's model.json is not the run's, or if the mirror's train.json has
-    another value of one of FIXED_KEYS, which must not change when a run resumes. A missing file is ignored. If either
-    file is damaged, both are ignored, since they will be written anew. Raises RunError if the mirror cannot be read."""
+    another value of one of FIXED_KEYS. Missing and damaged files are ignored, since they will be written anew. Raises
+    RunError if the mirror cannot be read."""
     try:
         read = [retried(mirror, partial(mirror.read, name)) or b"null" for name in ("model.json", "train.json")]
         model, train = (strict_json(content.decode("utf-8-sig")) for content in read)

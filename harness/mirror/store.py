@@ -1,8 +1,8 @@
 """A run's folder in a mirror: a bucket, a server or another disk, which fsspec reads and (except for the Hub's buckets)
-writes. Opening it checks its URL, and errors are reduced to one line without credentials.
+writes.
 
 Every file in a mirror appears whole or not at all: object stores ensure that, and on `file` and `sftp` a file gets its
-name by a rename. Imports fsspec only where it is used, since that takes a while.
+name by a rename.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Mirror:
     errors of the store's library, which `reason_of` turns into text."""
 
     def __init__(self, url: str, run_name: str) -> None:
-        """Check the URL. Nothing is read or written. Raises UserError if the URL is wrong or has credentials in it, or
-        if its library is not installed."""
+        """Check the URL. Nothing is read or written. Raises UserError if the URL is wrong, or if its library is not
+        installed."""
         self.scheme = check_url(url)
         self.run_name = run_name
         self.url = url.rstrip("/")
@@ -55,8 +55,8 @@ class Mirror:
     _opened: Any
 
     def open(self) -> None:
-        """Set the options for connecting, and drop an earlier file system with its caches and connections, so that the
-        next use connects anew. Raises UserError if the library for the mirror's scheme is not installed."""
+        """Drop an earlier file system with its caches and connections, so that the next use connects anew. Raises
+        UserError if the library for the mirror's scheme is not installed."""
         import fsspec
 
         options: dict[str, Any] = {"skip_instance_cache": True}
@@ -133,7 +133,7 @@ class Mirror:
 
     def send(self, path: str, local: Path, progress: Callable[[int], None]) -> None:
         """Write a file with the contents of the file `local`. `progress` is called with the number of bytes sent since
-        the previous call; at hf:// it is called once, at the end."""
+        the previous call (at hf:// once, at the end)."""
         from fsspec.callbacks import Callback
 
         if self.scheme == "hf":
@@ -163,8 +163,8 @@ class Mirror:
             fs.mv(target, final)
 
     def _put_into_bucket(self, path: str, source: bytes | Path) -> None:
-        """Write a file into a bucket of the Hub, without a progress bar. Does not use fsspec, which would first copy
-        the file to the folder of temporary files. The Hub verifies the file by its hash."""
+        """Write a file into a bucket of the Hub, which verifies it by its hash. Does not use fsspec, which would first
+        copy the file to the folder of temporary files."""
         from huggingface_hub import HfApi
         from huggingface_hub.utils.tqdm import (
             are_progress_bars_disabled,
@@ -189,7 +189,7 @@ class Mirror:
 
     def modified(self, path: str) -> float | None:
         """Return the time at which a file was written, in seconds since 1970 by the store's own clock, or None if the
-        store does not say, or if there is no such file."""
+        store does not say."""
         fs, file = self._fs, self._at(path)
         with suppress(FileNotFoundError, NotImplementedError):
             time_of_store = fs.info(file).get("uploaded_at") or fs.modified(file)
@@ -215,9 +215,8 @@ def _known_hosts_only() -> Any:
 
 
 def check_url(url: str) -> str:
-    """Return the scheme of a mirror's URL. Raises UserError if the scheme is not known, if a part is missing, if a
-    file:// path is not absolute, if the URL has a folder `..`, `::` or one of the characters `*[]#`, or if it has a
-    query or credentials, which would be recorded in the run's files."""
+    """Return the scheme of a mirror's URL. Raises UserError if the URL is wrong, or if it has a query or credentials,
+    which would be recorded in the run's files."""
     scheme, separator, rest = url.partition("://")
     shown = quoted(printable_url(url))
     known = [name for name in CREDENTIALS if name != "memory"]
@@ -244,9 +243,8 @@ def printable_url(url: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error's type and first line, cut to REASON_CHARACTERS. Removes what may be a secret: queries of URLs,
-    users and passwords in URLs, the values of environment variables with names like HF_TOKEN, the token of `hf auth
-    login`, and what follows words like `token=`."""
+    """Return an error's type and first line, cut to REASON_CHARACTERS, without what may be a secret: users, passwords
+    and queries in URLs, tokens, and the values of environment variables with names like HF_TOKEN."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     for name, value in os.environ.items():
         if SECRETS.search(name) and len(value) > 5:
@@ -262,8 +260,7 @@ def reason_of(error: BaseException) -> str:
 
 def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
     """Return a mirror after a trial: with `writes`, a file is written and deleted; otherwise the folder is listed.
-    Raises UserError as `Mirror` does, and if the trial fails OPENING_TRIES times, or once for a reason that a retry
-    cannot remove."""
+    Raises UserError if the URL is wrong or the trial fails."""
     mirror = Mirror(url, run_name)
     for left in reversed(range(OPENING_TRIES)):
         try:

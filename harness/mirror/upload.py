@@ -1,8 +1,7 @@
 """Upload of a run's files to its mirror, in a thread that training never waits for.
 
-The thread sends the newest state: the newest checkpoint, then the best one, then the small files. A checkpoint's
-meta.json is sent last, after metrics.jsonl, to which it refers. A checkpoint that a newer one has overtaken before its
-turn is sent only if it is the best.
+A checkpoint's meta.json is sent last, after metrics.jsonl, to which it refers. A checkpoint that a newer one has
+overtaken before its turn is sent only if it is the best.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ FILES = ("model.json", "train.json", "summary.json", "training-run-chart.png")  
 
 
 class Uploads:
-    """Sender of a run's checkpoints and files to its mirror, in a thread while the run trains. `keep` is train.json's
-    `keep_checkpoints` (None: keep all), and `start_step` the global step of the checkpoint from which this process
-    continues (-1: a new run).
+    """Sender of a run's checkpoints and files to its mirror. `keep` is train.json's `keep_checkpoints` (None: keep
+    all), and `start_step` the global step of the checkpoint from which this process continues (-1: a new run).
 
     Without a mirror (None), the methods that training calls do nothing. All public methods are called on rank 0's main
     thread, except two: any thread may call `send_now`, and during training only the uploading thread calls `push`.
@@ -82,14 +80,13 @@ class Uploads:
             self._thread.start()
 
     def send_now(self) -> None:
-        """Wake the thread, so that it sends what has changed at once, and not only after REFRESH_SECONDS."""
+        """Wake the thread, so that it sends what has changed at once."""
         self._woken.set()
 
     def finish(self) -> None:
-        """Wait until everything is in the mirror and the lease is released, with a progress bar on a terminal. The wait
-        also ends if another machine takes the run, at a signal that asks to stop, or if nothing was sent for
-        END_PATIENCE_SECONDS plus the time that the file in flight takes at LEAST_SPEED. In these cases a warning names
-        what is missing. Raises no exception."""
+        """Wait until everything is in the mirror and the lease is released. The wait also ends if another machine takes
+        the run, at a signal that asks to stop, or if nothing is sent for long. In these cases a warning names what is
+        missing. Raises no exception."""
         if self._mirror is None:
             return
         self._closing = True
@@ -123,15 +120,14 @@ class Uploads:
             self._say(f"not in the mirror: {names}; `uv run {command}` sends the rest")
 
     def missing(self) -> list[str]:
-        """Return the names of the newest and the best checkpoint, if they are neither in the mirror nor in `damaged`,
-        and of the small files that this process has not sent, or that have changed since."""
+        """Return the names of the newest and the best checkpoint, and of the small files, that must still be sent."""
         changed = [name for name, path in self._small_files() if self._versions.get(name) != version(path)]
         return [*(path.name for path in self._wanted() if path.name not in self._whole | self.damaged), *changed]
 
     def verify(self) -> None:
         """Add the newest and the best checkpoint to `damaged`, with a warning for each, if they are damaged or have no
-        hashes. `push` does not send such a checkpoint, because no machine could fetch it. Reads all files of both.
-        (Training does not call this method, because it has written the files itself.)"""
+        hashes. `push` does not send such a checkpoint, because no machine could fetch it. (Training does not call this
+        method, because it has written the files itself.)"""
         for path in self._wanted():
             try:
                 verify_checkpoint(path)
@@ -140,9 +136,9 @@ class Uploads:
                 self.damaged.add(path.name)
 
     def push(self) -> None:
-        """Send everything that has changed, once, and delete incomplete and old checkpoints (see `_delete_incomplete`
-        and `_prune`). The first call also calls `_set_aside`. Raises LeaseLost if another machine has taken the run,
-        and the errors of the store."""
+        """Send everything that has changed, once, and delete incomplete and old checkpoints in the mirror. The first
+        call also sets aside the checkpoints there that the run has left. Raises LeaseLost if another machine has taken
+        the run, and the errors of the store."""
         if self.lease is not None:
             self.lease.check()
         there = self.mirror.files()
@@ -193,8 +189,7 @@ class Uploads:
         self._ended.set()
 
     def _wanted(self) -> list[Path]:
-        """Return the paths of the checkpoints that the mirror must have: the one that the link `latest` points to
-        (without the link, the newest), and the best one, if there are any."""
+        """Return the paths of the checkpoints that the mirror must have: the latest one, and the best one."""
         known = [path for _, path in list_checkpoints(self.run.checkpoints)]
         best = (self.run.checkpoints / BEST).resolve()
         latest = (self.run.checkpoints / LATEST).resolve()
@@ -203,9 +198,8 @@ class Uploads:
 
     def _is_whole(self, path: Path, there: dict[str, int]) -> bool:
         """Return True if the mirror has a checkpoint as it is in the run's folder: every file with its size, and an
-        identical meta.json, which has the hashes. The mirror's files are not hashed. They are checked in every pass,
-        because they can be lost or replaced after they were sent. Return False if the checkpoint has been deleted
-        here."""
+        identical meta.json, which has the hashes. The files are checked in every pass, because they can be lost or
+        replaced after they were sent."""
         remote = f"checkpoints/{path.name}"
         with suppress(FileNotFoundError):  # `keep_checkpoints` has deleted it meanwhile
             sizes = {f"{remote}/{file.name}": file.stat().st_size for file in files_of(path)}
@@ -284,13 +278,11 @@ class Uploads:
                     yield f"{folder.name}/{path.name}", path
 
     def _set_aside(self, there: dict[str, int]) -> None:
-        """Rename the meta.json of two kinds of checkpoints, so that no machine continues from them. Checkpoints of the
-        first kind are later than the step that this process continues from, because the run was set back or because
-        they are damaged. Checkpoints of the second kind were left here by going back, and are later than all
-        checkpoints that are both here and in the mirror. The other files of these checkpoints stay. If there are such
-        checkpoints, delete summary and chart. Also move their measurements to RESULTS_ASIDE. Summary, chart and
-        measurements that the run's folder still has are left alone. Updates `there`, the mirror's files with their
-        sizes, except that files in RESULTS_ASIDE are not added."""
+        """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. Of those
+        that were left here by going back, these are the ones later than all checkpoints that are both here and in the
+        mirror; of the others, the ones later than the step that this process continues from. Move their measurements to
+        RESULTS_ASIDE and delete summary and chart, except what the run's folder still has. Updates `there`, the
+        mirror's files with their sizes."""
         stale, is_left_here = set[str](), left_by_going_back(self.run, there)
         # Another machine may have continued from one that was left here, up to a checkpoint that was fetched since.
         here = list_checkpoints(self.run.checkpoints)
@@ -317,8 +309,8 @@ class Uploads:
             del there[file]
 
     def _delete_incomplete(self, there: dict[str, int]) -> None:
-        """Delete incomplete checkpoints that lost machines have left, or that were overtaken while the store was full:
-        before more is sent, to make room for it. Checkpoints that were set aside stay."""
+        """Delete incomplete checkpoints that are no longer wanted, such as a lost machine's, to make room for those
+        that are sent next. Checkpoints that were set aside stay."""
         wanted = {path.name for path in self._wanted()}
         for name in names_in(there):
             if name not in wanted and not {f"checkpoints/{name}/{file}" for file in (META, ASIDE)} & there.keys():
@@ -326,9 +318,8 @@ class Uploads:
                     self.mirror.delete(f"checkpoints/{name}")
 
     def _prune(self, there: dict[str, int]) -> None:
-        """Delete checkpoints by the rule of `keep_checkpoints`, the meta.json of each first. Does nothing if `keep` is
-        None, or if the newest or the best checkpoint is neither whole in the mirror nor damaged here. Checkpoints that
-        were set aside stay."""
+        """Delete checkpoints by the rule of `keep_checkpoints`, unless the newest or the best one still has to be sent.
+        Checkpoints that were set aside stay."""
         wanted = {path.name for path in self._wanted()}
         if self.keep is None or not wanted <= self._whole | self.damaged:
             return

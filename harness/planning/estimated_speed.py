@@ -1,9 +1,8 @@
-"""Estimated training speed in tokens per second, on a GPU on which nobody has measured it yet. Does not import torch.
+"""Estimated training speed in tokens per second, on a GPU on which nobody has measured it yet.
 
 The time of a step is the sum of several terms, each of which is an amount of work divided by the device's speed at that
-work. This is a roofline model (Williams et al. 2009) whose terms add up. docs/performance.md has the results. An
-estimate can be wrong by about UNCERTAINTY, because the share of the data sheet's peak speed that a program reaches is
-an assumption.
+work. This is a roofline model (Williams et al. 2009) whose terms add up. An estimate can be wrong by about UNCERTAINTY,
+because the share of the data sheet's peak speed that a program reaches is an assumption.
 """
 
 from __future__ import annotations
@@ -94,13 +93,7 @@ def estimated_speed(
 ) -> float | str:
     """Return the estimated speed of compiled training in 16-bit precision, in tokens per second of all GPUs of one
     machine together, or the reason why there is no estimate. `train` is train.json's content; keys that it lacks have
-    their defaults.
-
-    There is no estimate for experts, for a key of KERNEL_KEYS (except bucket_mb, which is ignored) whose value is
-    neither the default nor in COVERED, or for more than LARGEST_MACHINE ranks. There is also none if the CPU needs
-    longer to launch the kernels of a step than the GPU needs to run them, because the error could then exceed
-    UNCERTAINTY.
-    """
+    their defaults."""
     if model.moe is not None:
         return 'the estimate does not cover "moe" in model.json'
     for key in KERNEL_KEYS:

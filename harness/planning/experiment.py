@@ -1,5 +1,5 @@
-"""An experiment, which is a run directory and its dataset, loaded and checked. Also the position at which its training
-starts or resumes, and the checks of whether training may resume from a checkpoint."""
+"""An experiment (a run directory and its datasets), the position at which its training starts or resumes, and the
+checks of whether it may resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Position:
         return self.total_steps - 1
 
     def is_due(self, step: int, interval: int | None) -> bool:
-        """Return True if work with this `interval` is due after the global step `step`: if the step is a multiple of
-        `interval`, such as 0, or the last step. Returns False if `interval` is None."""
+        """Return True if work with this `interval` (None: never) is due after the global step `step`: if the step is a
+        multiple of `interval`, such as 0, or the last step."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
     def due_after(self, step: int, config: TrainConfig, interrupted_evaluation: str | None = None) -> set[str]:
         """Return the names of the work that is due after a global step. Work is done in the order "report",
-        "validation", "benchmarks", "sample", "checkpoint", "weights_check". A validation or checkpoint also makes
-        "report" due. If an earlier process was interrupted in an evaluation of this step, give the evaluation's name
-        ("validation" or "benchmarks"), and the names before it are left out."""
+        "validation", "benchmarks", "sample", "checkpoint", "weights_check". If an earlier process was interrupted in an
+        evaluation of this step, give the evaluation's name ("validation" or "benchmarks"), and the names before it are
+        left out."""
         intervals = {  # in the order in which it is done
             "report": config.report_interval,
             "validation": config.validation_interval,
@@ -70,10 +70,9 @@ class Position:
 
 
 def find_unfinished_work(config: TrainConfig, position: Position, meta: CheckpointMeta | None) -> set[str]:
-    """Return the names (see `Position.due_after`) of work due right after the checkpoint's global step that is not
-    done. There can be such work only if a request to stop interrupted an evaluation, or if the step was not the run's
-    last one when the checkpoint was saved, but is now, for example because the budget was lowered. `meta` is the
-    checkpoint's meta.json; None without a checkpoint."""
+    """Return the names of the work due right after the checkpoint's global step that is not done. There can be such
+    work only if a request to stop interrupted an evaluation, or if the step has become the run's last one since the
+    checkpoint was saved, for example because the budget was lowered."""
     if meta is None:
         return set()
     step = meta.global_step
@@ -96,8 +95,7 @@ FIXED_KEYS = {
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
     """Raise UserError if training cannot resume from the checkpoint that `meta` describes, because `meta` and `now`
-    differ in the model, in the dataset or in one of FIXED_KEYS. Of the dataset's record, only keys that both have are
-    compared. The message begins with `path` and shows the first difference."""
+    differ in the model, in the dataset or in one of FIXED_KEYS. The message begins with `path`."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
         if part == "model" and isinstance(then, dict):  # earlier versions recorded fewer keys
@@ -126,8 +124,8 @@ def check_fixed_keys(meta: CheckpointMeta, path: Path, train: Mapping[str, Any])
 
 
 def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
-    """Return True if validation losses are measured on the same text now as when the checkpoint was saved, or if there
-    are none now and the checkpoint records none. The checkpoint must have passed `check_continuable`."""
+    """Return True if validation losses are measured on the same text now as when the checkpoint was saved. The
+    checkpoint must have passed `check_continuable`."""
     then, now = (
         validation_text(provenance.model, settings, provenance.dataset) for settings in (meta.train, provenance.train)
     )
@@ -135,8 +133,8 @@ def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between the values of `then` and `now`, such as two train.json: one for each key, as
-    "key: old -> new" with values in JSON. A key that is missing in `then` or `now` is not compared."""
+    """Return the differences between the values of `then` and `now`, such as two train.json, each as "key: old -> new"
+    with values in JSON. A key that is missing in `then` or `now` is not compared."""
     changes = [first_difference(then[key], now[key], f"{key}: ") for key in now if key in then]
     return [change for change in changes if change]
 
@@ -153,7 +151,7 @@ IRRELEVANT_TO_LOSSES = {
 def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Return the changes since a checkpoint that can affect the training loss, each as "key: old -> new after global
     step N". `train` is train.json now. `here` has today's values of keys of meta.json, such as `device` and
-    `accumulation_steps`. A value that the checkpoint does not record counts as the same."""
+    `accumulation_steps`."""
     ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *IRRELEVANT_TO_LOSSES}
     ignored -= {"residual_precision"}  # affects the speed, but changes the losses by more than rounding errors
     scale = train["scale_with_batch"] or {}
@@ -168,9 +166,9 @@ def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapp
 
 
 def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
-    """Return the first difference between two JSON values, as "key: old -> new" with values in JSON, or None if the
-    values are equal. In nested objects, the text has all keys on the way to the difference. It begins with `prefix`. A
-    missing key counts as null."""
+    """Return the first difference between two JSON values, as `prefix` and "key: old -> new" with values in JSON, or
+    None if the values are equal. In nested objects, the text has all keys on the way to the difference. A missing key
+    counts as null."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in [*now, *(key for key in then if key not in now)]:
             found = first_difference(then.get(key), now.get(key), f"{prefix}{key}: ")
@@ -196,8 +194,8 @@ class Experiment:
 
     @classmethod
     def load(cls, run: RunDirectory, datasets_dir: Path) -> Experiment:
-        """Read model.json and train.json of the run. Raises UserError as `load_model_config`, `load_train_config` and
-        `check_together` do, or if the name of a dataset is not valid."""
+        """Read model.json and train.json of the run. Raises UserError if one of them is wrong, or if they contradict
+        each other."""
         model = load_model_config(run.model_json)
         config = load_train_config(run.train_json, has_experts=model.moe is not None)
         for name in config.dataset_weights:
@@ -243,16 +241,16 @@ class Experiment:
 
     def check_dataset(self, *, ask_hub: bool) -> None:
         """Raise UserError if a dataset's folder is incomplete, or if a dataset is not on this machine and cannot be
-        downloaded or made. Unless `ask_hub`, the Hub is assumed to have it (see `check_obtainable`)."""
+        downloaded or made. Unless `ask_hub`, the Hub is assumed to have it."""
         for name in self.config.dataset_weights:
             check_obtainable(self.datasets_dir, name, self.splits, ask_hub=ask_hub)
 
     def has_data(self) -> bool:
-        """Return True if all datasets are on this machine. Raises UserError as `is_present` does."""
+        """Return True if all datasets are on this machine. Raises UserError if a dataset's folder is incomplete."""
         return are_present(self.datasets_dir, self.config.dataset_weights, self.splits)
 
     def open_data(self) -> TrainingData:
-        """Open the datasets. Raises UserError as `TrainingData.open` does."""
+        """Open the datasets. Raises UserError if one cannot be opened, or if their tokenizers differ."""
         return TrainingData.open(self.datasets_dir, self.config.dataset_weights)
 
     @property
@@ -282,12 +280,9 @@ class Experiment:
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
-        """Convert the run's budget in train.json (such as `train_steps` or `target_flops`) to tokens. Returns None if
-        the budget is `min_train_tokens`, which needs no conversion. If the checkpoint that `meta` describes has
-        recorded the same budget, returns the recorded one; otherwise the number of tokens is computed.
-
-        Raises UserError as `batches` and `tokens_of_budget` do, or if the budget is more tokens than can be counted.
-        """
+        """Convert the run's budget in train.json (such as `train_steps` or `target_flops`) to tokens. Returns None for
+        `min_train_tokens`, which needs no conversion. If the checkpoint that `meta` describes has recorded the same
+        budget, returns the recorded one. Raises UserError if the budget or a batch is impossible."""
         config, recorded = self.config, meta.budget if meta else None
         key, value = config.budget_key, getattr(config, config.budget_key)
         if recorded is not None and (recorded.key, recorded.value) == (key, value):
@@ -324,10 +319,9 @@ class Experiment:
         )
 
     def available_tokens(self, split_tokens: Sequence[int]) -> int:
-        """Return the number of tokens that training may read: the windows of all passes over the train splits that
-        train.json's `epochs` allows, and one token more for the last target; for "repeat", sys.maxsize. But for a
-        single split without `epochs`, or if a split has no window, it is the length of the shortest split minus
-        `start_train_token`, which may be negative."""
+        """Return the number of tokens that training may read in all passes over the train splits that train.json's
+        `epochs` allows, the last target included; for "repeat", sys.maxsize. It may be negative if a split is too
+        short."""
         order, epochs = self.window_order(split_tokens), self.config.epochs
         if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):
             return min(split_tokens) - self.config.start_train_token
@@ -343,14 +337,13 @@ class Experiment:
         budget: Budget | None = None,
     ) -> Position:
         """Return the global steps still to do after the checkpoint that `meta` describes (None: from the start of the
-        run), for train splits of `split_tokens` tokens. `budget` is the result of the method of the same name. If it
-        is None, that method is called.
+        run), for train splits of `split_tokens` tokens. `budget` is the result of the method of the same name. If it is
+        None, that method is called.
 
         Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
         neither repeats nor skips a token.
 
-        Raises UserError as `budget` does, and if a split is too short, or if the schedule's warm-up and decay are
-        longer than the run.
+        Raises UserError if the budget is impossible, a split too short, or the run shorter than its warm-up and decay.
         """
         config = self.config
         done_steps, done_tokens = (meta.global_step + 1, meta.tokens_seen) if meta else (0, 0)

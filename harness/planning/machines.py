@@ -38,16 +38,15 @@ class PriceList(BaseModel):
 
 
 def read_machines(path: Path = PRICES) -> list[Machine]:
-    """Read a price list and return its machines. Raises UserError if the file cannot be read, naming the key if one is
-    wrong."""
+    """Return the machines of a price list. Raises UserError if the file cannot be read or is wrong."""
     return parse_config(PriceList, read_json_object(path), path).machines
 
 
 def machine_of_run(name: str, price: float | None, prices: Path = PRICES) -> tuple[Machine, str] | None:
     """Return the machine listed in `prices` that a run is meant for, and the reason ("the run's name" or
     "price_per_hour"). It is the machine that the run is named after, as in 8xa100m40-fast, or else the first one with
-    this `price`, the run's price_per_hour. Returns None if no machine fits. Raises UserError as `read_machines`
-    does."""
+    this `price`, the run's price_per_hour. Returns None if no machine fits. Raises UserError if the price list is
+    wrong."""
     machines = read_machines(prices)
     for each in machines:
         named = f"{each.gpus}x{each.device.split()[0]}m{each.memory_gib:g}".lower()
@@ -57,8 +56,8 @@ def machine_of_run(name: str, price: float | None, prices: Path = PRICES) -> tup
 
 
 def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tuple[float | None, str]:
-    """Return the dollars per hour of `gpus` GPUs of the kind `device`, and a text that explains the price. If the price
-    is unknown, return None and the reason. `device` is None if the kind of GPU is unknown.
+    """Return the dollars per hour of `gpus` GPUs of the kind `device` (None: unknown), and a text that explains the
+    price. If the price is unknown, return None and the reason.
 
     `given` is train.json's price_per_hour, or None. The first of these prices that exists is returned:
 

@@ -1,9 +1,8 @@
-"""Estimated memory of a training step on a GPU. Does not import torch.
+"""Estimated memory of a training step on a GPU.
 
 The estimate adds up the tensors that exist while the loss is computed, which is when a compiled step in bf16 has its
 peak. With activation checkpointing, the peak may be in a block's backward pass instead, and with a small microbatch in
-the optimizer's update, when all gradients exist. The tensors that the backward pass of a block needs are listed in
-`block_bytes`. docs/LOG.md compares the estimate with torch's allocator.
+the optimizer's update, when all gradients exist. docs/LOG.md compares the estimate with torch's allocator.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ CHUNK_BYTES = 2**29  # of the loss's largest chunk of logits, in bf16 (CHUNK_LOG
 
 def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> int | None:
     """Return the bytes that a compiled step in bf16 allocates on each GPU at its peak, or None if the estimate does not
-    cover the model or the settings: experts, another precision, a step that is not compiled. "auto" counts as bf16 and
-    as compiled."""
+    cover the model or the settings. "auto" counts as bf16 and as compiled."""
     if model.moe is not None or config.precision not in ("auto", "bf16") or config.compile is False:
         return None
     ranks, tokens = layout.world_size, layout.microbatch_size * layout.context_length

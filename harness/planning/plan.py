@@ -50,9 +50,8 @@ class InMirror(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     """The remaining work of a run. `position` has the remaining global steps and the token at which they start. It is
-    None if these depend on the length of a dataset that is not on this machine. The steps, and what is computed from
-    their number (tokens, checkpoints, disk space, time), are then unknown, and methods that return such numbers must
-    not be called."""
+    None if these depend on the length of a dataset that is not on this machine. Methods that return numbers computed
+    from the steps (tokens, checkpoints, disk space, time) must then not be called."""
 
     experiment: Experiment
     layout: BatchLayout
@@ -94,8 +93,7 @@ class Plan:
 
     def times(self, work: str, interval: int | None) -> int:
         """Return the number of times that `work` ("validation", "benchmarks" or "checkpoint") is still to be done, with
-        this `interval` in global steps: after every multiple of it and after the last step, as `Position.is_due`
-        decides, and once more if it is in `unfinished_work`. Returns 0 if `interval` is None."""
+        this `interval` in global steps (see `Position.is_due`), and once more if it is in `unfinished_work`."""
         steps = self.steps
         if interval is None:
             return 0
@@ -106,8 +104,8 @@ class Plan:
         return unfinished + steps[-1] // interval - (steps[0] - 1) // interval + (steps[-1] % interval != 0)
 
     def describe_passes(self) -> str | None:
-        """Return a text on how often and in what order the whole run reads each train split. Return None if train.json
-        has one dataset and neither `shuffle` nor `epochs`, or if a dataset is not on this machine."""
+        """Return a text on how often and in what order the whole run reads each train split. Return None for a single
+        one without `shuffle` and `epochs`, or if a dataset is not on this machine."""
         config, order, length = self.config, self.order, self.layout.context_length
         is_plain = not config.shuffle and config.epochs is None and len(config.dataset_weights) == 1
         if order is None or self.position is None or is_plain:
@@ -150,7 +148,7 @@ class Plan:
 
     def disk_shortage(self, run: RunDirectory) -> str | None:
         """Return a message with a remedy if the disk of the run's checkpoints cannot hold them. Return None if it can,
-        or if their number is unknown because the plan's `position` is None."""
+        or if their number is unknown."""
         # `checkpoints` may be a link to another disk
         free = shutil.disk_usage(run.checkpoints if run.checkpoints.exists() else run.path).free
         if self.position is None or self.disk_bytes() <= free:
@@ -167,8 +165,7 @@ class Plan:
         )
 
     def check_disk(self, run: RunDirectory) -> None:
-        """Raise UserError if the disk of the run's checkpoints cannot hold them. Without this check, training would
-        fail after hours."""
+        """Raise UserError if the disk of the run's checkpoints cannot hold them."""
         if shortage := self.disk_shortage(run):
             raise UserError(f"{run.path}: {shortage}")
 
@@ -198,13 +195,8 @@ class Plan:
 
 def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | None) -> Plan:
     """Return the plan of the remaining work after the checkpoint that `meta` describes, or of the whole run if `meta`
-    is None.
-
-    If all datasets are on this machine, the run is checked against them and against the checkpoint (see
-    `check_continuable`), and the token ids that training reads are checked against the vocabulary. Otherwise only
-    FIXED_KEYS of train.json are compared with the checkpoint. Raises UserError if a check fails, and for a batch, a
-    budget or a schedule with which training cannot run.
-    """
+    is None. The run is checked against its checkpoint and, if they are on this machine, its datasets. Raises UserError
+    if a check fails, or if the batch, the budget or the schedule is impossible."""
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
     position, order, folder = None, None, experiment.datasets_dir
@@ -255,8 +247,7 @@ def checked_plan(
     there is any), or starts anew if `restart` is true. If `mirrored` has a checkpoint, training resumes from that one.
 
     Raises UserError for settings, data and checkpoints that training would refuse. Among the things that are not
-    checked are the free disk space, the names of benchmarks, the checkpoint's hashes, whether the device supports the
-    settings, and whether max_hours or max_dollars is reached.
+    checked are the free disk space, the checkpoint's hashes, and whether the device supports the settings.
     """
     meta = mirrored.meta if mirrored else None
     if meta is None and not restart:
@@ -269,8 +260,7 @@ def checked_plan(
 
 
 def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
-    """Return a note for the user if the model's vocabulary is far larger than the data's. Return None if the difference
-    is small enough to be padding, or if the size of the data's vocabulary is unknown."""
+    """Return a note for the user if the model's vocabulary is far larger than the data's, and None otherwise."""
     needed = data.vocab_size
     if needed is None or model.vocab_size <= PADDED_VOCABULARY * needed:
         return None
@@ -283,9 +273,8 @@ def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
     """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
-    training would start from scratch. If the training program of Giles Thomas's lab notebook wrote the checkpoint, keys
-    that its meta.json lacks are filled in (see `upgrade_notebook_meta`). Does not verify hashes. Raises UserError as
-    `open_start` does, and if the data cannot be opened or the global batch does not suit `world_size` ranks."""
+    training would start from scratch. Keys that a notebook's checkpoint lacks are filled in. Does not verify hashes.
+    Raises UserError if the checkpoint or the data cannot be opened."""
     found = open_start(experiment.run, checkpoint, verify=False)
     if found is None:
         return None
@@ -305,7 +294,7 @@ def describe_plan(
 ) -> str:
     """Return the plan as text for a terminal. Speed, time and cost come last, followed only by the `notes`, because the
     end of the text stays on the screen. `machine` says for which machine the plan is; None: for this one. `memory_gib`
-    is the memory of one GPU; None: unknown. `mirrored` says what the run's mirror has; None: the run has no mirror."""
+    is the memory of one GPU; None: unknown."""
     config, model = plan.config, plan.experiment.model
     lines = [*paragraph(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", indent=0), ""]
     for title, settings in (("model.json", model), ("train.json", config)):
@@ -414,9 +403,7 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
-    """Return the table rows for speed, time and cost, or one row with the reason if there is no speed. The time of
-    validation is estimated, unless `speed.training_share` gives it. The time of benchmarks, of start-up and of saving
-    checkpoints is not included."""
+    """Return the table rows for speed, time and cost, or one row with the reason if there is no speed."""
     if speed.tokens_per_second is None:
         return [("time and cost", f"unknown: {speed.source}")]
     parts = plan.seconds(speed)
@@ -443,9 +430,7 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def describe_start(plan: Plan) -> list[str]:
-    """Return the lines to print at the start of training: the remark on the dataset, train.json's budget (unless it is
-    `min_train_tokens`), the passes over the data (`describe_passes`), the batch ramp, and each scaled setting, as far
-    as the plan has them."""
+    """Return the lines that describe the plan at the start of training."""
     note = [f"note: {plan.dataset_remark}"] if plan.dataset_remark else []
     lines = [] if plan.budget is None else [f"budget: {plan.budget.describe()}"]
     if passes := plan.describe_passes():
@@ -474,11 +459,10 @@ def print_plan(
     """Print what training would do. `checkpoint`, `mirrored` and --restart determine where it starts, as in
     `checked_plan`.
 
-    `ranks` is the number that --processes gives, or else the number of ranks that the launcher has started. The plan is
-    for this number of ranks, unless --assume-world-size gives another one. If `gpu_names` finds no GPU here, but
-    `machine_of_run` knows the machine that the run is meant for, the plan is for that machine, unless --assume-device
-    names another GPU. In both cases, if `ranks` is 1, the default number of ranks is the number of that machine's GPUs.
-    Raises UserError as `checked_plan`, `plan_speed` and `machine_of_run` do.
+    The plan is for `ranks` ranks on this machine. But if there is no GPU here, and `machine_of_run` knows the machine
+    that the run is meant for, the plan is for that machine, with all its GPUs if `ranks` is 1. --assume-device and
+    --assume-world-size take precedence. Raises UserError if training would refuse the run, or for an unknown
+    --assume-device.
     """
     said, meant, memory, assumed = None, None, None, options.assume_world_size
     if not gpu_names() and (means := machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)):

@@ -1,4 +1,4 @@
-"""The training speed that a plan assumes, and the source of that speed: given by the user, measured, reported
+"""The training speed that a plan assumes, and its source: given by the user, measured, reported
 (harness/runs/reported.py) or estimated (harness/planning/estimated_speed.py)."""
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ def plan_speed(
     measured by an earlier run or check_machine.py, published by somebody else in the run's reported.json (not with
     --assume-device), estimated for a GPU. If none has one, `tokens_per_second` is None.
 
-    An estimate is for the GPU of --assume-device, or else for this machine's GPUs (if they are of one kind, in DEVICES,
-    and enough for all ranks), or else for `meant`, the GPU of the machine on which the run is meant to train.
+    An estimate is for the GPU of --assume-device, or else for this machine's GPUs, if they are alike and enough for all
+    ranks, or else for `meant`, the GPU of the machine on which the run is meant to train.
 
-    Raises UserError for an unknown --assume-device, or as `_reported_speed` does.
+    Raises UserError for an unknown --assume-device, or if reported.json is wrong.
     """
     device = None if options.assume_device is None else find_device(options.assume_device)
     if options.assume_device is not None and device is None:
         known = ", ".join(each.name for each in DEVICES)
         raise UserError(f'--assume-device: unknown device "{options.assume_device}"; known: {known}; or {GIVE_A_SPEED}')
     own, names = device, gpu_names()
-    if own is None and len(names) >= layout.world_size and len(set(names)) == 1:  # enough GPUs, all of the same kind
+    if own is None and len(names) >= layout.world_size and len(set(names)) == 1:
         own = find_device(names[0])
     if options.assume_tps is not None:
         return PlannedSpeed(options.assume_tps, "assumed")
@@ -100,16 +100,9 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
 def _measured_speed(
     experiment: Experiment, layout: BatchLayout, device: GpuSpec | None, here: Sequence[str]
 ) -> PlannedSpeed:
-    """Return a speed that was measured by this run or by another run in the same folder, or for one of them by
-    check_machine.py. Only runs with the same model, batch and settings that affect the time of a step are used. If
-    `device` is given, they must be on it or on a device named in `here`. The result has a reason instead of a number if
-    there is no such run, or if none measured for long enough. Summaries that are not valid are skipped, and so are
-    those of earlier versions, which do not record over how many steps the speed was measured.
-
-    Speeds that were measured for long enough come first; among these, speeds on devices `here`; among these, speeds of
-    this run; among these, speeds of training rather than of check_machine.py; among these, the one that was measured
-    for the longest time.
-    """
+    """Return the speed that this run, another run in the same folder, or check_machine.py for one of them has measured
+    for this model, batch and settings. If `device` is given, only speeds on it or on a device named in `here` are used.
+    The result has a reason instead of a number if none was measured for long enough."""
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
     found: list[tuple[tuple[bool, bool, bool, bool, float], Path, RunSummary, Measured]] = []
     names = (experiment.run.summary.name, experiment.run.machine_check.name)
@@ -140,13 +133,11 @@ def _measured_speed(
 
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
     """Return the speed that somebody else has published for this run in its reported.json (the report). It is the speed
-    over training and validation together if the report has that speed and this run has the report's validation
-    settings. Otherwise it is the speed over training alone.
+    over training and validation together if the report has that speed and this run validates alike, and otherwise the
+    speed over training alone.
 
-    Returns None if there is no report, if the report lacks the speed, the model or the batch, or if it is for another
-    model or batch or for another device than `own` (None: any device). Also returns None if a setting in train.json
-    that affects the time of a step has neither the default value nor the report's. Raises UserError if reported.json or
-    the model in it is not valid.
+    Returns None if the report has no speed for this model and batch on the device `own` (None: any device), or if a
+    setting in train.json that affects the time of a step has neither the default value nor the report's.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:

@@ -25,10 +25,8 @@ class Schedule:
         """Return the factors by which train.json's learning rates and weight decays, after scaling, are multiplied in a
         global step of `batch_tokens` tokens.
 
-        With `scale_with_batch`, train.json's values have been scaled for the largest global batch of the run. If the
-        batch grows during the run (`batch_ramp`), the factors therefore also scale each step for its own batch, by the
-        square-root rule (`batch_factor`). With η the learning rate and λ the weight decay, the number of tokens over
-        which a weight's past decays, B/(η·λ), is then the same at each batch size B.
+        With `scale_with_batch`, the scaled values are for the largest global batch of the run. If the batch grows
+        during the run (`batch_ramp`), the factors therefore also scale each step for its own batch (`batch_factor`).
         """
         ramp = 1.0 if self.ramp_tokens is None else batch_factor(batch_tokens, self.ramp_tokens)
         return self.multiplier(step) * ramp, ramp
@@ -38,10 +36,10 @@ class Schedule:
         step, because a step with a learning rate of 0 is wasted.
 
         The warm-up of W steps rises linearly from 1/W at step 0 to 1 at step W - 1. "constant" stays at 1. "cosine"
-        falls as half a cosine to `min_ratio` at the last step (Loshchilov & Hutter, arXiv:1608.03983), but stays at 1
-        if that is the only step after the warm-up. "linear" falls to `min_ratio` at the step after the last; with 0
-        this is "D2Z" of Bergsma et al., arXiv:2502.15938. "wsd", warm-up-stable-decay (Hu et al., arXiv:2404.06395),
-        falls linearly in the last `decay_steps` steps, to `min_ratio` at the last one.
+        falls as half a cosine to `min_ratio` at the last step (Loshchilov & Hutter, arXiv:1608.03983). "linear" falls
+        to `min_ratio` at the step after the last; with 0 this is "D2Z" of Bergsma et al., arXiv:2502.15938. "wsd",
+        warm-up-stable-decay (Hu et al., arXiv:2404.06395), falls linearly in the last `decay_steps` steps, to
+        `min_ratio` at the last one.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -62,12 +60,8 @@ class Schedule:
 
 def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: int) -> Schedule:
     """Return train.json's schedule in steps, for a run of `total_steps` whose largest global batch has
-    `largest_batch_tokens` tokens. Raises UserError if warm-up and decay are longer than the run.
-
-    A warm-up in percent is rounded down to whole steps, as in the training program of Giles Thomas's lab notebook
-    (harness/runs/upstream.py). A decay in percent is rounded to the nearest number of steps. It has at least one step
-    if two or more steps follow the warm-up.
-    """
+    `largest_batch_tokens` tokens. A warm-up in percent is rounded down to whole steps, as in the lab notebook's
+    training program (harness/runs/upstream.py). Raises UserError if warm-up and decay are longer than the run."""
     warmup_steps = config.warmup_steps or 0
     if config.warmup_period_percent is not None:
         warmup_steps = int(total_steps * config.warmup_period_percent // 100)
@@ -100,7 +94,7 @@ class ScaledSettings:
     explained: tuple[str, ...] = ()
 
     def apply(self, config: TrainConfig) -> TrainConfig:
-        """Return a copy of `config` with the scaled values, or `config` itself if there are none."""
+        """Return a copy of `config` with the scaled values."""
         return config.model_copy(update=self.values) if self.values else config
 
 
@@ -121,12 +115,8 @@ def batch_factor(batch_tokens: int, reference_tokens: int) -> float:
 
 def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int, layers: int) -> ScaledSettings:
     """Scale the keys of train.json that end in learning_rate or weight_decay by the rules `scale_with_batch` and
-    `scale_with_depth`, and return the new values. The new values are for a run of `train_tokens` tokens, a model of
-    `layers` layers, and a global batch of `batch_tokens` tokens. If the batch grows during the run (`batch_ramp`), give
-    its largest size.
-
-    Raises UserError if a scaled value overflows.
-    """
+    `scale_with_depth`, and return the new values. They are for a run of `train_tokens` tokens, a model of `layers`
+    layers, and a largest global batch of `batch_tokens` tokens. Raises UserError if a scaled value overflows."""
     rate_factors: list[tuple[str, float]] = []
     decay_factors: list[tuple[str, float]] = []
     batch, depth = config.scale_with_batch, config.scale_with_depth

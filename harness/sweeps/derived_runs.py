@@ -1,8 +1,5 @@
-"""Runs that are derived from another run: its model.json and train.json with some keys changed. The runs are checked
-before anything is written.
-
-Each derived folder has a derived.json that names the base run and the settings that differ from it.
-"""
+"""Runs that are derived from another run: its model.json and train.json with some keys changed, and a derived.json that
+names the base run and the settings that differ from it."""
 
 from __future__ import annotations
 
@@ -47,9 +44,8 @@ class DerivedRun:
     """A run whose folder need not exist yet. `model` and `train` are the contents of its model.json and train.json.
 
     `parent` is the name of the run from which this run was derived, or "" for a base. `differs` has each setting in
-    which this run differs from its parent, as {"base": value in the parent, "here": value in this run}. (A path of
-    `initial_weights` that was only rewritten is left out.) The parent's values are those of its files when this run was
-    derived. `sweep` is the name of the sweep to which the run belongs, or None.
+    which this run differed from its parent when it was derived, as {"base": value in the parent, "here": value in this
+    run}. `sweep` is the name of the sweep to which the run belongs, or None.
     """
 
     directory: RunDirectory
@@ -76,7 +72,7 @@ class DerivedRun:
     def is_made(self) -> bool:
         """Return True if the run's folder exists, and False if nothing is at its path. Keys that affect no result, such
         as max_dollars, may have other values in the folder. Raises UserError if the path holds something else, such as
-        another run or a file, or if model.json or train.json is damaged."""
+        another run, or if a file of the run is damaged."""
         folder, files = self.directory.path, (self.directory.train_json, self.directory.model_json)
         other = ""
         if not os.path.lexists(folder):
@@ -104,9 +100,7 @@ class DerivedRun:
         Return the number of global steps with one process, or 0 if this number depends on the data and `train_tokens`
         is None.
 
-        The check assumes one process, because a run that can start with several processes can also start with one. One
-        process has the smallest global batch, so that it needs the fewest tokens in the train split. It takes the most
-        steps, which leaves the most room for a warm-up.
+        The check assumes one process, because a run that can start with several processes can also start with one.
         """
         experiment = self.experiment(self.directory.path)  # any folder will do, because no data is read
         with explained(f"{self.name}: "):
@@ -125,8 +119,8 @@ def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
 
 
 def unknown_key(keys: Iterable[str]) -> str | None:
-    """Return a message about the first of `keys` that is not a key of model.json or train.json. The message names the
-    key that was probably meant, if there is one. Return None if all of `keys` are known."""
+    """Return a message about the first of `keys` that is not a key of model.json or train.json, with the key that was
+    probably meant. Return None if all of `keys` are known."""
     key = next((key for key in keys if key not in MODEL_KEYS and key not in TRAIN_KEYS), None)
     if key is None:
         return None
@@ -142,9 +136,9 @@ def unknown_key(keys: Iterable[str]) -> str | None:
 
 
 def load_base(runs_dir: Path, name: str) -> DerivedRun:
-    """Load a run from which other runs can be derived. Keys in its train.json that belong to the training program of
-    Giles Thomas's lab notebook (harness/runs/upstream.py) are replaced by this program's keys. Raises UserError if the
-    run does not exist or one of its files is wrong."""
+    """Load a run from which other runs can be derived. Keys of the lab notebook's training program
+    (harness/runs/upstream.py) in its train.json are replaced by this program's keys. Raises UserError if the run does
+    not exist or one of its files is wrong."""
     run = RunDirectory.find(runs_dir, name)
     model_config = load_model_config(run.model_json)
     has_experts = model_config.moe is not None
@@ -155,13 +149,9 @@ def load_base(runs_dir: Path, name: str) -> DerivedRun:
 
 def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
     """Return a run called `name` with the settings of `base`, updated by `changes`. A change to None removes a key, so
-    that its default applies. A key that is given a value removes the keys that exclude it (ALTERNATIVES; for `depth`:
-    n_layers, n_heads and emb_dim). `on_end` is not inherited. A relative path of `initial_weights` that is inherited is
-    rewritten to lead to the same place. Writes nothing.
-
-    Raises UserError if `name`, a key or a value is invalid. If a value is invalid, the message names the file that it
-    belongs in, or the dataset or mirror.
-    """
+    that its default applies. A key that is given a value removes the keys that exclude it. `on_end` is not inherited.
+    An inherited relative path of `initial_weights` still leads to the same place. Raises UserError if `name`, a key or
+    a value is invalid."""
     if wrong := unknown_key(changes):
         raise UserError(wrong)
     run = RunDirectory(base.directory.path.parent / check_name(name, "run"))
@@ -193,15 +183,12 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
-    """Return the run that `derive` returns. If `changes` name datasets that are in `datasets_dir`, the run is also
-    fitted to them. The model's vocab_size becomes theirs, if it is known (unless the model's is larger by fewer than
-    PADDING tokens). The number of validation sequences, or the microbatch size and the number of validation batches, is
-    lowered to what the validation splits can fill. Validation is turned off if a dataset has no validation split. If
-    the train splits are too short for the base's budget, the run trains on all their tokens, with `warmup_steps`
-    lowered to a tenth of the steps (at least 1) if it is more. `changes` take precedence.
+    """Return the run that `derive` returns, fitted to its datasets if `changes` name some that are in `datasets_dir`. A
+    vocab_size that does not fit theirs becomes theirs. Validation is reduced to what their validation splits can fill,
+    or turned off if one has none. If their train splits are too short for the base's budget, the run trains on all
+    their tokens, with a shorter warm-up if necessary. `changes` take precedence.
 
-    Raises UserError as `derive` does. If the run is fitted, also raises UserError if training would refuse it, for
-    example because the datasets are too short.
+    Raises UserError as `derive` does, or if training would refuse the fitted run.
     """
     run = derive(base, name, changes)
     weights = run.train_config.dataset_weights
@@ -228,9 +215,8 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
 
 
 def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, JsonValue]:
-    """Return the changes that fit a run to the vocabulary and the validation splits of its data. They turn validation
-    off if a dataset has no validation split. A microbatch size in `given` is not halved. Raises UserError if the run
-    validates and a validation split has no whole sequence, with its targets, from `start_val_token` on."""
+    """Return the changes that fit a run to the vocabulary and the validation splits of its data. A microbatch size in
+    `given` is not halved."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, data.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
@@ -264,11 +250,9 @@ def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, J
 
 
 def write_runs(runs: Sequence[DerivedRun]) -> None:
-    """Write the folders of all runs, or of none if one cannot be written. The folders must not exist yet.
-
-    Raises RunError if a folder cannot be written. If the process is killed, some folders may be missing, but none is
-    incomplete. The draft folder that a killed process leaves is removed when the same run is written again.
-    """
+    """Write the folders of all runs, or of none if one cannot be written. The folders must not exist yet. Raises
+    RunError if a folder cannot be written. If the process is killed, some folders may be missing, but none is
+    incomplete."""
     made: list[Path] = []
     try:
         for run in runs:

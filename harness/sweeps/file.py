@@ -71,8 +71,8 @@ class Sweep(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _explain_settings(cls, raw: Any) -> Any:
-        """Reject "search", a key of earlier versions. Reject settings at the top level with a message that they belong
-        in "set" or in "vary". Remove the key "$schema", which only editors use."""
+        """Reject settings at the top level with a message that they belong in "set" or in "vary". Remove the key
+        "$schema", which only editors use."""
         if not isinstance(raw, dict):
             return raw
         if "search" in raw:
@@ -124,8 +124,8 @@ class Sweep(BaseModel):
 
     def points(self) -> Iterator[tuple[Settings, Settings]]:
         """Yield two dicts for each run: the settings that appear in its name, and all settings that the sweep changes
-        in the base. If an entry of `together` has a name, that name appears in place of the entry's settings. Runs are
-        in the order of the file, and the last key of `vary` changes fastest."""
+        in the base. If an entry of `together` has a name, that name appears in place of the entry's settings. The last
+        key of `vary` changes fastest."""
         for entry in self.together or [{}]:
             shown = {ENTRY_NAME: entry[ENTRY_NAME]} if ENTRY_NAME in entry else entry
             changed = {key: value for key, value in {**self.set, **entry}.items() if key != ENTRY_NAME}
@@ -135,13 +135,10 @@ class Sweep(BaseModel):
 
 
 def labels(points: list[Settings]) -> list[str]:
-    """Return a label for each point (the settings that appear in a run's name). Labels are short, and differ if the
-    points differ. If points are added, the labels of the old points do not change, unless a new point would get the
-    same label.
-
-    Labels consist of letters, digits and _ . + -. A label ends in a hash if it would otherwise be too long, or the same
-    as another label.
-    """
+    """Return a label for each point (the settings that appear in a run's name). Labels differ if the points differ, and
+    consist of letters, digits and _ . + -. If points are added, the labels of the old points do not change, unless a
+    new point would get the same label. A label ends in a hash if it would otherwise be too long, or the same as another
+    label."""
     written = ["-".join(_part(key, value) for key, value in point.items()) or "base" for point in points]
     often, found = Counter(written), []
     for label, point in zip(written, points, strict=True):
@@ -173,9 +170,9 @@ class SweepRuns:
     max_dollars: float | None = None
 
     def missing(self) -> list[DerivedRun]:
-        """Return the runs whose folders do not exist yet, after checking all of them without their data (see
-        `check_startable`), so that all or none are written. Raises UserError if training would refuse one of them, or
-        if the folder of a run holds something else or damaged files."""
+        """Return the runs whose folders do not exist yet, after checking all of them without their data, so that all or
+        none are written. Raises UserError if training would refuse one of them, or if a run's path holds something
+        else."""
         found = [run for run in self.runs if not run.is_made()]
         for run in found:
             with explained(f"{self.path}: makes "):
@@ -184,10 +181,8 @@ class SweepRuns:
 
 
 def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
-    """Read a SWEEP.json, derive its runs and check them. Writes nothing.
-
-    Raises UserError if the file, its base run or a derived run is wrong, or if two derived runs are the same.
-    """
+    """Read a SWEEP.json, derive its runs and check them. Raises UserError if the file, its base run or a derived run is
+    wrong, or if two derived runs are the same."""
     sweep = parse_config(Sweep, read_json_object(path), path)
     name = path.stem if sweep.name is None else sweep.name
     with explained(f'{path}: key "name" (by default the file\'s name): '):

@@ -1,6 +1,4 @@
-"""State of each run of a sweep, read from the run's folder, and a plan of the unfinished runs: hours, dollars and disk
-space.
-"""
+"""State of each run of a sweep, and a plan of the unfinished runs: hours, dollars and disk space."""
 
 from __future__ import annotations
 
@@ -45,14 +43,13 @@ class Status:
 
     @property
     def needs_training(self) -> bool:
-        """True if a sweep starts the run, or continues it from its latest checkpoint."""
+        """True if a sweep starts or continues the run."""
         return self.state not in ("finished", "diverged", "damaged")
 
 
 def status_of(run: DerivedRun) -> Status:
-    """Return the status of a sweep's run. The state is "not made" if the run has no folder. It is "damaged" if the path
-    of the folder holds something else, or if model.json or train.json cannot be read. Otherwise it is the state that
-    compare_runs.py prints."""
+    """Return the status of a sweep's run. The state is "not made" if the run has no folder, and "damaged" if its path
+    holds something else or its files cannot be read. Otherwise it is the state that compare_runs.py prints."""
     try:
         if not run.is_made():
             return Status(run, "not made")
@@ -84,7 +81,7 @@ def count_states(statuses: Sequence[Status]) -> str:
 
 def status_lines(statuses: Sequence[Status]) -> list[str]:
     """Return a line for each run, or several lines if the text is wider than a terminal. A failed run is followed by
-    the last lines that its last attempt wrote into its log."""
+    the last lines of its last attempt's log."""
     lines = []
     width = max((len(each.run.name) for each in statuses), default=0)
     for each in statuses:
@@ -109,8 +106,7 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
 
 def visible_gpus() -> list[str]:
     """Return an entry of CUDA_VISIBLE_DEVICES for each GPU that this process may use: the variable's own entries if it
-    is set, otherwise the indices of all GPUs. Return an empty list without a GPU driver, or if the variable hides all
-    GPUs."""
+    is set, otherwise the indices of all GPUs."""
     names = gpu_names()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not names or visible is None:
@@ -122,7 +118,7 @@ def visible_gpus() -> list[str]:
 class RunPlan:
     """Remaining work of one run. `seconds` is None if the speed or the run's length is not known. `dollars`, the cost
     of the whole machine for that time, is also None if the price is not known. `price` describes the price per hour and
-    its source, or says why there is no price."""
+    its source, or says why there is none."""
 
     run: DerivedRun
     plan: Plan
@@ -134,15 +130,14 @@ class RunPlan:
 
 class Planner:
     """Planner of single runs. `groups` is the number of runs that are trained at the same time, each with `processes`
-    ranks. Runs with the same model, batch layout, batch ramp and kernel settings (KERNEL_KEYS) have the same speed,
-    which `speeds` keeps until a run has ended."""
+    ranks."""
 
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
     ) -> None:
-        """If `processes` is None, divide the GPUs of this machine among the groups; each run gets at least one process,
-        even without GPUs. `assumed` has the options of ddp_train.py that begin with --assume. Raises UserError if two
-        of them exclude each other."""
+        """If `processes` is None, divide the GPUs of this machine among the groups; each run gets at least one process.
+        `assumed` has the options of ddp_train.py that begin with --assume. Raises UserError if two of them exclude each
+        other."""
         self.datasets_dir = datasets_dir
         self.groups = groups
         self.processes = processes or max(1, len(visible_gpus()) // groups)
@@ -151,8 +146,8 @@ class Planner:
         self.speeds: dict[str, PlannedSpeed] = {}  # by shape; cleared after each run, which may measure a speed
 
     def plan(self, run: DerivedRun) -> RunPlan:
-        """Plan the remaining work of a run, which may be partly done. Raises UserError if training would refuse the
-        run's settings, data or checkpoint, and as `plan_speed` does."""
+        """Plan the remaining work of a run. Raises UserError if training would refuse the run, or for an unknown
+        --assume-device."""
         experiment = run.experiment(self.datasets_dir)
         with explained(f"{run.name}: "):
             experiment.check_together()
@@ -184,8 +179,8 @@ class SweepPlan:
     @property
     def disk_bytes(self) -> int:
         """Most bytes that the checkpoints of the runs in `left` can still need at a time: those that each run keeps at
-        its end, and the largest temporary needs of as many runs as are trained at the same time (one in each group).
-        Runs of unknown length are left out."""
+        its end, and the largest temporary needs of as many runs as are trained at the same time. Runs of unknown length
+        are left out."""
         plans = [each.plan for each in self.left if each.plan.position is not None]
         stay = [plan.added_checkpoints(at_end=True) * plan.checkpoint_bytes() for plan in plans]
         more = (plan.disk_bytes() - size for plan, size in zip(plans, stay, strict=True))
@@ -193,7 +188,7 @@ class SweepPlan:
 
     def disk_shortage(self, folder: Path) -> str | None:
         """Return a message with a remedy if the disk of `folder` cannot hold the checkpoints of the unfinished runs, or
-        None if it can."""
+        None."""
         free = shutil.disk_usage(folder).free
         if self.disk_bytes <= free:
             return None
@@ -217,12 +212,8 @@ class SweepPlan:
 
 
 def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
-    """Plan the runs that are left to train, whether their folders exist or not.
-
-    Raises UserError if no run has ended and no run can be trained. A run cannot be trained if training would refuse it,
-    if its folder holds something else, or if its files are damaged. Errors of `plan_speed`, such as for an unknown
-    --assume-device, are treated like a refusal.
-    """
+    """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run has ended
+    and no run can be trained."""
     statuses = [status_of(run) for run in sweep.runs]
     ended = [each for each in statuses if each.state in ("finished", "diverged")]
     plans: list[RunPlan] = []
@@ -239,8 +230,7 @@ def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
 
 
 def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
-    """Return the plan as text for a terminal: how many runs have ended, a line for each run left to train, the speeds
-    and their sources, the sums, and why runs cannot be trained."""
+    """Return the plan as text for a terminal."""
     parts = [paragraph(f"Plan of sweep {plan.name}, {plan.count:,} runs: nothing is trained or downloaded")]
     if plan.ended:
         parts.append([f"{count_states(plan.ended)} already"])
@@ -264,7 +254,7 @@ def _table(plan: SweepPlan) -> list[str]:
 
 
 def _speeds(left: list[RunPlan]) -> list[str]:
-    """Return lines that give, for each speed, the runs that have it, the speed (or "unknown") and its source."""
+    """Return lines that give each speed, its source, and the runs that have it."""
     sources: dict[str, list[str]] = {}
     for each in left:
         rate, said = each.speed.tokens_per_second, each.speed.source

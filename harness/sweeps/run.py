@@ -1,8 +1,7 @@
 """Execution of a sweep: each run is trained by a ddp_train.py process of its own, one run after another or several at a
 time.
 
-ddp_train.py leaves a finished run unchanged and resumes a stopped run, and the state of each run is read from its
-folder. Therefore a sweep that was killed can simply be started again.
+The state of each run is read from its folder, so that a sweep that was killed can simply be started again.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def show(text: str) -> None:
 
 def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
     """Divide the machine's GPUs, or its cores if it has no GPUs, into `groups` groups. Each group trains one run at a
-    time, with `processes` processes. A single group gets the whole machine, like a run outside a sweep. OMP_NUM_THREADS
-    keeps its value if it is set. Raises UserError if the machine has GPUs, but fewer than several groups need."""
+    time, with `processes` processes. A single group gets the whole machine, like a run outside a sweep. Raises
+    UserError if the machine has GPUs, but fewer than several groups need."""
     if groups == 1:
         return [("", {})]
     gpus, wanted = visible_gpus(), groups * processes
@@ -89,10 +88,9 @@ def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
 
 def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, float]]:
     """Return the start, in seconds since 1970, and the duration, in seconds, of each attempt of earlier sweeps to train
-    the run, from its sweep.log. The log has no duration of an attempt whose sweep was killed. `recorded` is the number
-    of seconds in the run's own records. Attempts without a duration share the seconds that `recorded` has beyond the
-    logged durations, the last attempt first. Each gets at most the time until the next attempt began, or until now.
-    Raises UserError if the log has a date that does not exist."""
+    the run, from its sweep.log. The log has no duration of an attempt whose sweep was killed. Such attempts share the
+    seconds that `recorded`, the number of seconds in the run's own records, has beyond the logged durations. Raises
+    UserError if the log has a date that does not exist."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     begins: list[float] = []
@@ -118,8 +116,8 @@ def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, floa
 def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, float]:
     """Return what earlier commands have spent: the dollars of each run at the price of the whole machine, by the run's
     name; the dollars of all runs together; and the seconds for which sweeps have used the machine. Attempts that
-    overlap share the machine, and a group without a run does not make it cheaper. Training outside of sweeps adds to
-    the dollars, but not to the seconds. Raises UserError as `earlier_attempts` does."""
+    overlap share the machine. Training outside of sweeps adds to the dollars, but not to the seconds. Raises UserError
+    as `earlier_attempts` does."""
     by_run: dict[str, float] = {}
     attempts: list[tuple[float, float, float]] = []
     dollars = seconds = end = 0.0
@@ -142,8 +140,7 @@ class Attempt:
     """A run that is being trained on the devices `group`. `tokens` is the number of tokens that the run will have seen
     at its end, or None if that is not known. `dollars_before` is what the run had cost when the attempt began.
     `dollars_at_end` is its planned cost at the end, or `dollars_before` if that is unknown. Both count the whole
-    machine's price, even if the run shares the machine with other runs. `is_stopped` is True once the sweep has asked
-    the process to stop."""
+    machine's price. `is_stopped` is True once the sweep has asked the process to stop."""
 
     run: DerivedRun
     group: DeviceGroup
@@ -159,15 +156,15 @@ class Attempt:
         return time.monotonic() - self.began
 
     def dollars(self) -> float:
-        """Return what the run has cost so far, measured by this process's clock. The machine is paid for from the
-        beginning of the attempt, even before the run has reported anything."""
+        """Return what the run has cost so far, measured by this process's clock. The machine is paid for even before
+        the run has reported anything."""
         return self.dollars_before + cost(self.seconds(), self.run.train_config.price_per_hour or 0.0)
 
 
 def _end_with_parent() -> None:
     """Make Linux send SIGTERM to this process when its parent process ends, so that this process stops with a
-    checkpoint if the sweep is killed. On other systems this is impossible. There the run continues, and a sweep that is
-    started again waits for the run."""
+    checkpoint if the sweep is killed. On other systems the run continues, and a sweep that is started again waits for
+    it."""
     if sys.platform == "linux":
         C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -179,12 +176,10 @@ def _note(run: DerivedRun, *lines: str) -> None:
 
 
 class SweepRunner:
-    """Runner that trains the unfinished runs. Runs that have diverged are left unchanged. So are damaged runs, which
-    have a file that cannot be read, or whose path holds something else.
+    """Runner that trains the unfinished runs, but not those that have diverged or are damaged.
 
-    `planner` plans the remaining work of a run, and `script` is ddp_train.py. `max_dollars` limits the cost of all
-    `runs` together, including all that they have cost before. `max_hours` limits the time for which sweeps train them,
-    including earlier sweeps.
+    `script` is ddp_train.py. `max_dollars` limits the cost of all `runs` together, including all that they have cost
+    before. `max_hours` limits the time for which sweeps train them, including earlier sweeps.
     """
 
     def __init__(
@@ -195,8 +190,8 @@ class SweepRunner:
         max_dollars: float | None = None,
         max_hours: float | None = None,
     ) -> None:
-        """Raise UserError if `max_dollars` is given and a run has no price, or as `device_groups` and
-        `earlier_attempts` do."""
+        """Raise UserError if `max_dollars` is given and a run has no price, if the machine's GPUs are too few, or if a
+        run's sweep.log is damaged."""
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
@@ -217,9 +212,8 @@ class SweepRunner:
         self._said_waiting: set[str] = set()
 
     def run(self) -> None:
-        """Train the runs. Returns when the process of each run has ended, or when a signal, `max_dollars` or
-        `max_hours` has ended the sweep and its processes have stopped. Handles the signals that ask a process to stop.
-        On a terminal, progress is shown in place of the last line; elsewhere it is printed every REPORT_SECONDS."""
+        """Train the runs, until all have ended, or a signal, `max_dollars` or `max_hours` has stopped them. Handles the
+        signals that ask a process to stop."""
         handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
         while self.attempts or (self.waiting and self.stop_reason is None):
@@ -251,14 +245,13 @@ class SweepRunner:
         self.signal = self.signal or number
 
     def hang_up(self) -> None:
-        """End the sweep as SIGHUP does, because nobody reads its output any more. Do nothing if this process ignores
-        SIGHUP."""
+        """End the sweep as SIGHUP does, because nobody reads its output any more. Do nothing if SIGHUP is ignored."""
         if not ignores_hangup():
             self._note_signal(signal.SIGHUP)
 
     def _stop_if_due(self) -> None:
-        """If a signal has arrived, or `max_dollars` or `max_hours` is spent, start no more runs, and ask the runs
-        under way to write a checkpoint and end. Does nothing otherwise."""
+        """If a signal has arrived, or `max_dollars` or `max_hours` is spent, start no more runs, and ask the runs under
+        way to write a checkpoint and end."""
         if self.signal:
             self.stop_reason = f"stopped by {signal.Signals(self.signal).name}"
         elif self.max_dollars is not None and self.spent >= self.max_dollars:
@@ -275,12 +268,11 @@ class SweepRunner:
             attempt.process.terminate()
 
     def _next_run(self) -> DerivedRun | None:
-        """Return the first waiting run that can be started now, or None if there is none. A run cannot be started while
-        another process on this machine trains it, such as a process that a killed sweep left behind, or while a run
-        under way may be downloading its data. For each run that another process trains, print a line the first time.
+        """Return the first waiting run that can be started now. A run cannot be started while another process on this
+        machine trains it, or while a run under way may be downloading its data.
 
-        A run that a process on another machine may be training counts as one that can be started, because that process
-        cannot be seen. The run's own process then takes the lock, or fails with an error that names the owner.
+        A run that another machine may be training counts as one that can be started. The process that is started for it
+        fails if the other machine has the lock.
         """
         downloading = {name for attempt in self.attempts for name in attempt.run.train_config.dataset_weights}
         for run in self.waiting:
@@ -298,8 +290,8 @@ class SweepRunner:
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str | None:
         """Return a message if `max_dollars` is spent, or would be exceeded by the end of `run` and of the runs under
-        way; then no further run is started, not even a cheaper one. Return None otherwise, or if there is no such
-        limit. A run of unknown cost counts as free."""
+        way; then no further run is started, not even a cheaper one. Return None otherwise. A run of unknown cost counts
+        as free."""
         if self.max_dollars is None:
             return None
         wanted = (planned.dollars if planned else None) or 0.0
@@ -313,9 +305,8 @@ class SweepRunner:
         return f"max_dollars ({amount_text(self.max_dollars)}): ${amount_text(self.spent)} is spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
-        """Start the run's process on a free group of devices. Its output is appended to the run's sweep.log. If the log
-        cannot be written or the process cannot be started, print the reason, and free the group again. `planned` is the
-        run's plan, or None if the run cannot be planned."""
+        """Start the run's process on a free group of devices, or print why it cannot be started. Its output is appended
+        to the run's sweep.log. `planned` is the run's plan, or None if the run cannot be planned."""
         self.waiting.remove(run)
         name, variables = group = self.free_groups.pop(0)
         try:
@@ -338,7 +329,7 @@ class SweepRunner:
 
     def _open_process(self, run: DerivedRun, variables: dict[str, str]) -> subprocess.Popen[bytes]:
         """Append a line with the command to the run's sweep.log, and start ddp_train.py with `variables` added to its
-        environment. Raises OSError if the log cannot be written or the process cannot be started."""
+        environment. Raises OSError if either fails."""
         command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
         command += ["--runs-dir", str(run.directory.path.parent), "--processes", str(self.planner.processes)]
         shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
@@ -372,16 +363,14 @@ class SweepRunner:
 
     def _count(self, attempt: Attempt, status: Status) -> None:
         """Update `dollars` for the run of `attempt`, and add to `spent` the run's share of the machine's cost since the
-        last call for this run. The run's cost is taken from its records or from the clock, whichever is larger. Its
-        increase is divided by the number of runs under way, not by the number of device groups, because a group without
-        a run does not make the machine cheaper."""
+        last call for this run. The increase is divided by the number of runs under way, not by the number of device
+        groups, because a group without a run does not make the machine cheaper."""
         dollars = max(status.dollars, attempt.dollars())
         self.spent += (dollars - self.dollars[attempt.run.name]) / len(self.attempts)
         self.dollars[attempt.run.name] = dollars
 
     def _end(self, attempt: Attempt) -> None:
-        """Record that a run's process has ended: count its cost, free its devices, print how it ended, and append its
-        time, and its exit status if it failed, to the run's sweep.log."""
+        """Record that a run's process has ended: count its cost, free its devices, and print and log how it ended."""
         name, code, status = attempt.run.name, attempt.process.returncode, status_of(attempt.run)
         self._count(attempt, status)
         self.attempts.remove(attempt)
@@ -409,9 +398,8 @@ class SweepRunner:
             _note(attempt.run, f"# failed with exit status {code}")
 
     def report_end(self) -> None:
-        """Print how many runs are in each state, why the sweep was stopped (if it was), and which runs are not
-        finished. Raises RunStopped if a signal ended the sweep. Otherwise raises RunError if a run is neither finished
-        nor diverged."""
+        """Print the states of the runs, and why the sweep was stopped, if it was. Raises RunStopped if a signal ended
+        the sweep. Otherwise raises RunError if a run is neither finished nor diverged."""
         statuses = [status_of(run) for run in self.runs]
         unfinished = [each for each in statuses if each.state != "finished"]
         reason = f" ({self.stop_reason})" if self.stop_reason else ""
