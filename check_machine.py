@@ -1,8 +1,4 @@
-"""Check a rented machine before a long training run: measure each device, the all-reduce between the devices, the disk,
-the network, and the speed of a run's training step.
-
-uv run check_machine.py RUN --processes 8
-"""
+"""Check a rented machine before a long training run."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ PIECE = 2**22  # elements summed at a time, because torch converts a whole opera
 
 
 class Checkpointer:
-    """Saves checkpoints of the run and resumes from a checkpoint. Every public method is called on every rank; only
-    rank 0 reads checkpoints and writes files."""
+    """Save checkpoints of the run, and resume from a checkpoint. Every public method is called on every rank; only rank
+    0 reads checkpoints and writes files."""
 
     def __init__(
         self, prepared: PreparedRun, world: World, step: OptimizerStep, meter: LossMeter, reporter: Reporter
@@ -69,15 +69,13 @@ class Checkpointer:
         self.protected = {prepared.checkpoint.name} if prepared.checkpoint else set()
 
     def restore(self, loader: TokenLoader) -> None:
-        """Restore the weights and the state of training from the checkpoint to resume from (see `restore_optimizer` and
-        `restore_ranks`), and set the run's links and metrics back to it (`rewind`). If there is no checkpoint, begin
-        the run: load train.json's initial weights, if it names any, move earlier results aside, and seed the random
-        generators.
+        """Restore the weights and the state of training from the checkpoint to resume from, and set the run's links and
+        metrics back to it. If there is no checkpoint, begin the run: load train.json's initial weights, if it names
+        any, move earlier results aside, and seed the random generators.
 
-        In both cases warm up the optimizer step with `loader`'s first microbatch, and print what the run starts from.
-        Raises UserError if the checkpoint or the initial weights cannot be read or do not fit this run's model or
-        optimizer, or if train.json's `compile` is true and the model cannot be compiled. Raises RunError or OSError if
-        earlier results cannot be moved aside, and as `rewind` does.
+        Also warms up the optimizer step with `loader`'s first microbatch. Raises UserError if the checkpoint or the
+        initial weights do not fit this run, or if the model cannot be compiled. Raises RunError or OSError if files
+        cannot be moved or written.
         """
         start, seed, rank = self.prepared.checkpoint, self.config.seed_of("dropout"), self.world.rank
         saved = None
@@ -111,19 +109,14 @@ class Checkpointer:
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
     def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
-        """Save a checkpoint of the last completed step. `planned` is true if train.json asks for this checkpoint, and
-        false if it is saved because the run stops early. meta.json records `interrupted_evaluation` ("validation",
-        "benchmarks" or None), so that the resumed run repeats the evaluation that was interrupted and does the work
-        that follows it.
+        """Save a checkpoint of the last completed step. First updates the mean training loss and the best step in
+        `state`. `planned` is true if train.json asks for this checkpoint, and false if it is saved because the run
+        stops early. meta.json records `interrupted_evaluation` ("validation", "benchmarks" or None), so that the
+        resumed run repeats that evaluation.
 
-        First `state` is updated. If `planned`, `train_loss` becomes the mean loss since the last planned checkpoint,
-        and this step becomes the best one if it was validated with the lowest loss. In a run without validation, this
-        step always becomes the best one.
-
-        With `async_checkpoint` the files are written in a thread. On a GPU, the copies to host memory may still be
-        running when this method returns. They run before the next step's work, and the writer waits for them. An error
-        in the thread is raised by the next `save` or `finish`, or by `Writer.check`. Raises RunError if the weights are
-        not equal on all ranks, or if the checkpoint cannot be copied to host memory or written.
+        With `async_checkpoint` the files are written in a thread, whose error is raised by the next `save` or `finish`,
+        or by `Writer.check`. Raises RunError if the weights are not equal on all ranks, or if the checkpoint cannot be
+        written.
         """
         if planned:  # else keep the sums: the next planned checkpoint records the same mean loss as without a stop
             state.close_loss_period()
@@ -156,10 +149,8 @@ class Checkpointer:
         self.saved_step = state.global_step
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        """Wait until weights and optimizer state have been copied to host memory, flush metrics.jsonl, and write the
-        checkpoint. Point the link `latest` to it, and `best` if it is the best. Then remove old checkpoints if
-        train.json sets `keep_checkpoints`, and wake the upload to the mirror, if there is one. Raises RunError if a
-        file cannot be written. Called on rank 0 by `self.writer`, which may run it in a background thread."""
+        """Write the checkpoint to disk, update the links to it, and remove old checkpoints if train.json sets
+        `keep_checkpoints`. Called on rank 0, perhaps in a background thread."""
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
@@ -169,8 +160,8 @@ class Checkpointer:
         self.prepared.uploads.send_now()
 
     def check_weights(self, state: TrainState) -> None:
-        """Raise RunError on every rank if the checksums of the weights are not equal on all ranks: a device or its
-        memory is then faulty. Collective."""
+        """Raise RunError on every rank if the weights are not equal on all ranks: a device or its memory is then
+        faulty."""
         own: list[int] = []
         if self.world.size > 1:
             with self.world.watchdog.guard(Place(state.global_step, "check")):
@@ -201,12 +192,8 @@ def weight_checksums(model: nn.Module) -> list[int]:
 
 
 def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str | None:
-    """Describe how the ranks' weights differ, or return None if all are equal. `checksums` holds the
-    `weight_checksums` of each rank.
-
-    The text names the first tensor that differs, and the ranks that differ from the largest group of equal ranks. If no
-    group is larger than all others, the text names the ranks of every group.
-    """
+    """Describe how the ranks' weights differ, or return None if all are equal. `checksums` holds the `weight_checksums`
+    of each rank."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, each in enumerate(checksums):
         groups.setdefault(tuple(each), []).append(rank)
@@ -228,9 +215,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
     """Set the run's links and metrics back to the checkpoint `path`, whose meta.json is `meta`, and move all later
-    results to a folder below `aside/`. Summary and chart are moved only if a later checkpoint is. Also completes links
-    and metrics if the process that saved the checkpoint was killed before it updated them. Rank 0 only. Raises RunError
-    or OSError if a file, link or folder cannot be moved or written."""
+    results to a folder below `aside/`. Also completes links and metrics if the process that saved the checkpoint was
+    killed before it updated them. Rank 0 only. Raises RunError or OSError if files cannot be moved or written."""
     make_aside = cache(run.new_aside)  # makes one folder for all moved files, and only if a file is moved
     run.set_measurements_aside(meta.global_step, make_aside)
     if any(step > meta.global_step for step, _ in checkpoints.list_checkpoints(run.checkpoints)):
@@ -240,18 +226,15 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
 
 
 def seed_for_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Seed this rank's random generators, which dropout uses, on the CPU and on CUDA. The seed differs between values
-    of `seed`, between ranks, and between values of `step`, the first global step of this process."""
+    """Seed this rank's random generators, which dropout uses. The seed differs between ranks, and between values of
+    `seed` and of `step`, the first global step of this process."""
     torch.manual_seed((seed + (rank + 1) * RANK_STRIDE + step * RANK_STRIDE**2) % 2**63)
 
 
 def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World, *, seed: int, step: int) -> None:
     """Restore this rank's random state and unreported losses from the checkpoint `path`, whose content is `saved`. If
-    the number of ranks has changed, seed this rank anew by `seed_for_rank`, and load the unreported losses of all ranks
-    into rank 0's meter. If the run was on CPUs before and is now on CUDA, seed CUDA's generator anew.
-
-    Raises UserError if the checkpoint's file with these states does not have the expected structure.
-    """
+    the number of ranks has changed, seed this rank anew, and load the unreported losses of all ranks into rank 0's
+    meter. Raises UserError, naming the file, if the checkpoint does not hold such states."""
     with state_errors_as_user_errors(path / checkpoints.TRAIN_STATE):
         if not isinstance(saved.train_state, dict):  # indexing a tensor with "ranks" would warn, not raise
             raise ValueError('not a dict with the key "ranks"')
@@ -273,14 +256,11 @@ def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World,
 
 
 def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> None:
-    """Load the optimizer's state from the checkpoint `path`, whose content is `saved`. Also load the scaler's state if
-    the run uses a scaler and `saved` has that state. Called on every rank.
+    """Load the states of the optimizer and the gradient scaler from the checkpoint `path`, whose content is `saved`.
+    Called on every rank. Raises UserError, naming the file, if a state does not fit this run.
 
-    A checkpoint written by the training program of Giles Thomas's lab notebook (see harness/runs/upstream.py) has its
-    optimizer state in torch's own form, which is converted. A checkpoint of that program, or one that this program
-    saved before its own first step, may have no optimizer state. The optimizer then begins with an empty one.
-
-    Raises UserError, naming the file, if a state does not fit this optimizer or scaler.
+    A checkpoint of Giles Thomas's lab notebook (see harness/runs/upstream.py), or one that this program saved before
+    its own first step, may have no optimizer state. The optimizer then begins with an empty one.
     """
     is_untrained = saved.meta.is_from_notebook or saved.meta.foreign_tokens == saved.meta.tokens_seen
     if is_untrained and not saved.optimizer:
@@ -300,8 +280,7 @@ def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> Non
 
 @contextmanager
 def state_errors_as_user_errors(file: Path) -> Iterator[None]:
-    """Context manager that turns errors from a state of unexpected structure into UserError, whose message names
-    `file`."""
+    """Context manager that turns errors from a state of unexpected structure into UserError, which names `file`."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:

@@ -132,11 +132,9 @@ def main(
 
 
 def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the runs that `baseline` selects, at least one. If `baseline` is one of the runs `compared`
-    (all runs if empty), select this run alone. If it is another run, select this run and the other runs of its arm, a
-    group of runs that differ only in their seeds. If it is the name of an arm, select the runs of this arm among the
-    runs `compared` or, if there are none, among all runs. An arm has only finished and diverged runs. Raises UserError
-    if there is no such run or arm."""
+    """Return the names of the runs that `baseline` selects. A run in `compared` (empty: all runs) selects itself,
+    another run also the other runs of its arm, and the name of an arm its runs. Raises UserError if there is no such
+    run or arm."""
     from harness.comparison.arms import find_arms
     from harness.comparison.records import RunRecord, find_runs
     from harness.runs.directory import RunDirectory
@@ -157,8 +155,7 @@ def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tu
 
 
 def _read_references(reference: tuple[str, ...]) -> dict[str, float]:
-    """Parse the LABEL=LOSS texts of --reference, and return the losses by label. Raises UserError if a text does
-    not have this form, or if its loss is not a number between 0 and LARGEST_LOSS."""
+    """Return the losses in the LABEL=LOSS texts of --reference, by label. Raises UserError if a text is wrong."""
     found = {}
     for text in reference:
         label, _, number = text.rpartition("=")

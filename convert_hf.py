@@ -143,8 +143,7 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
 
 
 def find_files(checkpoint: str, model_json: str | None, runs_dir: Path) -> TrainedModel:
-    """Return the files of the model that the command line names. Raises UserError, before torch is imported, if there
-    is no such model."""
+    """Return the files of the model that the command line names. Raises UserError if there is no such model."""
     from harness.model.tensor_names import WEIGHTS
     from harness.runs.trained_model import find_model, split_checkpoint
 

@@ -1,9 +1,7 @@
 """Train a GPT-2-class model as a run directory describes it, and write the model and its measurements there.
 
-`Trainer` is the training loop; `Trainer.after_step` does what is due after a step. There is one process for each GPU,
-or there are one or more processes on a CPU. --processes or torchrun starts them; for one, plain `python` is enough.
-Modules that need torch are imported inside functions, so that --help, --plan and errors in the run's files do not wait
-for torch.
+`Trainer` is the training loop; `Trainer.after_step` does what is due after a step. Modules that need torch are imported
+inside functions, so that --help, --plan and errors in the run's files do not wait for torch.
 """
 
 from __future__ import annotations
@@ -49,17 +47,14 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Training loop and all its parts. Every method is called on every rank; `reporter` and `checkpointer` write only
-    on rank 0."""
+    """Training loop and all its parts. Every method is called on every rank."""
 
     def __init__(self, prepared: PreparedRun, world: World, stop: StopRequest) -> None:
-        """Build the parts of training. The model has new weights, which are equal on all ranks; `Checkpointer.restore`
-        then replaces them by the weights of the checkpoint, or by train.json's initial weights, if there are any.
-        `stop` holds the signal that asks this process to stop. Collective.
+        """Build the parts of training. The model has new weights, which are equal on all ranks. `stop` holds the signal
+        that asks this process to stop.
 
-        Raises UserError if the machine's memory cannot hold the model's weights, if the device cannot compute what
-        train.json demands, if a benchmark or its tokenizer cannot be loaded, or if that tokenizer has ids outside the
-        model's vocabulary.
+        Raises UserError if this machine cannot compute what the run demands, or if a benchmark or its tokenizer cannot
+        be used.
         """
         load("torch._dynamo")  # else the first use of an optimizer or of DDP would import it, more slowly
         import torch
@@ -94,15 +89,10 @@ class Trainer:
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
     def train(self) -> None:
-        """Do the work that earlier processes left unfinished (see `find_unfinished_work`). Then run the remaining
-        steps, and after each step do the work that is due. If a signal, a ceiling (max_hours, max_dollars) or a
-        divergence stops the run early, save a checkpoint, wait for the upload to the mirror, and raise RunStopped on
-        every rank. Before the first step of a new run, no checkpoint is saved. If there is a checkpoint of this step
-        already, it is saved again only if an evaluation was interrupted, or if a ceiling was reached before this
-        process's first step. Collective. Raises RunError as `after_step` does, or if a background save failed.
-
-        From this call on, a signal does not end this process at once, and output that nobody reads is dropped.
-        """
+        """Do the work that earlier processes left unfinished. Then run the remaining steps, and after each step do the
+        work that is due. If a signal, a ceiling (max_hours, max_dollars) or a divergence stops the run early, save a
+        checkpoint of the last step if there is none, wait for the upload to the mirror, and raise RunStopped on every
+        rank. Raises RunError if a checkpoint or metrics.jsonl cannot be written, or if the ranks' weights differ."""
         self.stop.listen()
         survive_closed_output(self.stop.hang_up)
         self.reporter.console.start()
@@ -147,14 +137,10 @@ class Trainer:
 
     def after_step(self, step: int, due: set[str] | None = None) -> None:
         """Do the work that is due after global step `step`. If an earlier process has done a part of it, `due` names
-        the rest (see `Position.due_after`). The checkpoint comes last, because it records the results of the other
-        work.
+        the rest. The checkpoint comes last, because it records the results of the other work.
 
-        Raises RunStopped on every rank if a reason to stop interrupts an evaluation on any rank. Unless this is the
-        last step, also raises it in three cases: after a checkpoint, if any rank has a reason to stop by then; if the
-        gradients of `max_skipped_steps` steps in a row were not finite; or, with `stop_if_diverged`, if the training
-        loss has diverged. Raises RunError on every rank as `Checkpointer.save` and `Checkpointer.check_weights` do, and
-        on rank 0 alone if metrics.jsonl cannot be written.
+        Raises RunStopped on every rank if an evaluation is interrupted, and, unless this is the last step, if there is
+        a reason to stop after a checkpoint, or if the run has diverged.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = due or position.due_after(step, config)
@@ -197,9 +183,8 @@ class Trainer:
             raise RunStopped(DIVERGED)
 
     def report(self, step: int) -> bool:
-        """Wait for the device, then report the losses since the last report. Return True if the gradients of
-        `max_skipped_steps` steps in a row were not finite, which is a divergence. Raises RunError on rank 0 if
-        metrics.jsonl cannot be written. Collective."""
+        """Report the losses since the last report. Return True if the gradients of `max_skipped_steps` steps in a row
+        were not finite, which is a divergence."""
         config = self.prepared.experiment.config
         with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
@@ -342,9 +327,9 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
     """Start or resume training on this rank. `checkpoint` is the command's CHECKPOINT, or None. `began` is the value of
     `time.perf_counter()` from which the run's clock counts.
 
-    If the run is finished, only write what is missing because an earlier process was killed (the summary and, unless
-    `checkpoint` is given, the links and metrics), and send what the mirror lacks. Raises RunStopped if the run
-    stops early, and UserError or RunError if it cannot start or fails."""
+    If the run is finished, only write what an earlier process was killed before writing, and send what the mirror
+    lacks. Raises RunStopped if the run stops early, and UserError or RunError if it cannot start or fails.
+    """
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock

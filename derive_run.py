@@ -14,8 +14,8 @@ from harness.common.options import RUNS_DIR, Command
 
 
 def parse_settings(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Parse the KEY=VALUE texts of --set. A value that is valid JSON is parsed as JSON; any other value is a string.
-    Raises UserError if a text is not KEY=VALUE or a key is given twice."""
+    """Parse the KEY=VALUE texts of --set. A value that is not valid JSON is a string. Raises UserError if a text is
+    wrong."""
     from harness.common.json_files import strict_json
 
     settings: dict[str, Any] = {}

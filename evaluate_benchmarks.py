@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
     """Click callback: print the names of lm-eval's tasks, groups and tags that match `pattern` and exit, or do nothing
-    if `pattern` is None. Raises UserError if lm-eval is not installed, or if no name matches."""
+    if `pattern` is None."""
     if pattern is None:
         return
     configure_libraries()

@@ -106,7 +106,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
 
 def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> Points:
     """Return the points from the runs named in `runs`, or from the CSV file `points`. Raises UserError if both or
-    neither are given, and as `read_points`, `RunDirectory.find_all` and `points_of_runs` do."""
+    neither are given, or if one of them is wrong."""
     from harness.runs.directory import RunDirectory
     from harness.scaling.data import points_of_runs, read_points
 
@@ -125,9 +125,7 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, 
     option's value: the name of a run, or for example `parameters=1e9,tokens=2e10`, whose FLOPs `cost` computes.
     `trained_on` is `Points.trained_on` of the points to which the law is fitted.
 
-    Raises UserError if the text, the run or one of its files is wrong. Also raises UserError if the law does not hold
-    for the run (its model has experts, it begins with trained weights, or its dataset or context length is another
-    one), or if neither its train.json nor what it has recorded determines the number of tokens.
+    Raises UserError if the text or the run is wrong, or if the law does not hold for the run.
     """
     from harness.comparison.records import RunRecord
     from harness.model.config import load_model_config

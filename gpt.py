@@ -26,9 +26,7 @@ from harness.model.weights import check_memory, checkpoint_views, from_checkpoin
 INIT_STD = 0.02
 EPSILON = 1e-5  # for LayerNorm and RMSNorm
 # On the CPU, bf16 attention over fewer tokens than this is computed in fp32, because the backward kernel is slower in
-# bf16, even if the conversions to fp32 and back are counted. On an AMD EPYC without AMX, forward and backward in bf16
-# take 2.0 times as long as in fp32 with 128 tokens, and 0.9 times as long with 256 and with 512; the same limit is
-# right with AMX (docs/LOG.md).
+# bf16, even if the conversions to fp32 and back are counted (docs/LOG.md).
 CPU_BF16_CONTEXT = 256
 TOKEN_FACTOR, PREVIOUS_FACTOR = 36_313, 27_191  # for hashing two tokens: large odd numbers, as in modded-nanogpt
 GROUPED_ALIGNMENT = 8  # grouped matrix products need rows of a multiple of 16 bytes, which is 8 numbers of 16 bits
@@ -53,10 +51,8 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + ε), times a learned gain if `gain` is true (Zhang & Sennrich, arXiv:1910.07467).
-
-    The norm is computed in fp32 if the input is in half precision. The result has the input's dtype.
-    """
+    """x / sqrt(mean(x²) + ε), times a learned gain if `gain` is true (Zhang & Sennrich, arXiv:1910.07467). The result
+    has x's dtype."""
 
     def __init__(self, dim: int, *, gain: bool) -> None:
         super().__init__()
@@ -70,16 +66,14 @@ class RMSNorm(nn.Module):
 def rms_normalized(x_BxTxC: Tensor) -> Tensor:
     """Scale x to a root mean square of 1 over the last dimension. The result is fp32, or fp64 if x is.
 
-    Does not use torch's F.rms_norm: its fused kernel needs a weight of the input's dtype. With a weight of another
-    dtype, torch warns and does not use the kernel.
+    Does not use torch's F.rms_norm, whose fused kernel needs a weight of the input's dtype.
     """
     x = x_BxTxC if x_BxTxC.dtype == torch.float64 else x_BxTxC.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
 
 
 def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
-    """Return the norm that model.json's `norm` and `norm_gain` select, for use before attention, feed-forward and
-    head."""
+    """Return the norm that model.json's `norm` and `norm_gain` select."""
     if config.norm == "layernorm":
         return LayerNorm(config.emb_dim)
     return RMSNorm(config.emb_dim, gain=bool(config.norm_gain))
@@ -92,8 +86,8 @@ def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
 def rotation(positions: Tensor, head_width: int, base: float, dtype: torch.dtype) -> Rotation:
     """Return the cosines and sines of the angles p·base^(-2i/D) by which RoPE rotates pair i of a head at position p.
 
-    `positions` are (T,) or (B, T), and the results (T, D/2) or (B, T, D/2). D is `head_width`. Computes in fp64 if
-    `dtype`, the dtype of the model's weights, is fp64, and in fp32 otherwise.
+    `positions` are (T,) or (B, T), and the results (T, D/2) or (B, T, D/2). D is `head_width`. The results are fp64 if
+    `dtype`, the dtype of the model's weights, is fp64, and fp32 otherwise.
     """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=exact) / head_width
@@ -124,7 +118,6 @@ class Mix(nn.Module):
 
 def causal_attention(q_BxHxTxD: Tensor, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor, drop_rate: float) -> Tensor:
     """Return softmax attention of each token to itself and the tokens before it, as (B, H, T, D) in the inputs' dtype.
-    Attention weights are dropped with the probability `drop_rate`.
 
     If keys and values have fewer heads than queries, several query heads share each key-value head (grouped-query
     attention; Ainslie et al., arXiv:2305.13245).
@@ -192,8 +185,7 @@ class SquaredReLU(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers around an activation. In SwiGLU (Shazeer, arXiv:2002.05202) the activation is applied to the
-    output of a third linear layer, the gate, and the result multiplies the first layer's output."""
+    """Two linear layers around an activation, and in SwiGLU (Shazeer, arXiv:2002.05202) a third one, the gate."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -214,10 +206,9 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream through dropout.
 
-    With `embedding_skip`, the block first mixes its input with the input of the first block. At initialization, the
-    first block's input has the factor 0. `forward` also returns the routing of the block's experts, or None without
-    experts. The routing is not stored in an attribute, because torch.compile would lose the attribute where blocks are
-    recomputed.
+    With `embedding_skip`, the block first mixes its input with the input of the first block. `forward` also returns the
+    routing of the block's experts, or None without experts. The routing is not stored in an attribute, because
+    torch.compile would lose the attribute where blocks are recomputed.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -255,14 +246,9 @@ class TransformerBlock(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """Mixture of experts: a router chooses A of E feed-forward layers for each token (Mixtral, arXiv:2401.04088,
-    section 2.1).
+    section 2.1). The result is the weighted sum of their outputs. No token is dropped.
 
-    The router gives each expert a probability, and the A experts with the highest probabilities process the token. The
-    result is the weighted sum of the outputs of these A experts; the weights are their probabilities divided by the sum
-    of the A probabilities. No token is dropped, however many tokens choose the same expert.
-
-    The probabilities and weights are computed in at least fp32, whatever the precision of training, because small
-    differences decide which experts are chosen.
+    The router's probabilities are computed in at least fp32, because small differences decide which experts are chosen.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -286,8 +272,7 @@ class MixtureOfExperts(nn.Module):
         return output_NxC.view_as(x_BxTxC), routing
 
     def _route(self, x_NxC: Tensor) -> tuple[Tensor, Tensor, Routing]:
-        """Return the weights and the indices of the A experts of each of the N tokens, both (N, A), and the Routing,
-        which is the balancing loss and the number of tokens of each expert."""
+        """Return the weights and the indices of each token's A experts, both (N, A), and the Routing."""
         dtype = torch.float64 if x_NxC.dtype == torch.float64 else torch.float32
         with torch.autocast(x_NxC.device.type, enabled=False):
             probabilities_NxE = F.linear(x_NxC.to(dtype), self.router.weight.to(dtype)).softmax(-1)
@@ -302,16 +287,16 @@ def balancing_loss(probabilities_NxE: Tensor, tokens_E: Tensor) -> Tensor:
     """Return E·Σ f·P, a sum over the E experts: f is the share of the tokens that an expert processes, and P the mean
     probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to 6).
 
-    Each token is processed by A experts; in the paper, A is 1. The shares f add up to A, so that the loss is A if
-    tokens and probabilities are spread evenly. Only P has a gradient.
+    The shares f add up to A (in the paper, A is 1), so that the loss is A if tokens and probabilities are spread
+    evenly.
     """
     tokens, experts = probabilities_NxE.shape
     return experts * (tokens_E.to(probabilities_NxE.dtype) / tokens * probabilities_NxE.mean(0)).sum()
 
 
 class Permuted(torch.autograd.Function):
-    """Permutation of rows. The gradient's rows are gathered by the inverse permutation, whereas the backward of
-    index_select adds them up one by one. Gathering is faster, and gives the same bits each time."""
+    """Permutation of rows. Its backward pass gathers rows by the inverse permutation, which is faster than the backward
+    of index_select, and gives the same bits each time."""
 
     @staticmethod
     def forward(ctx: Any, rows_RxC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -325,8 +310,7 @@ class Permuted(torch.autograd.Function):
 
 
 def computes_in_groups(x_RxC: Tensor) -> bool:
-    """Return True to compute the experts with `grouped_experts`: when compiling, or on a GPU with gradients, but never
-    in fp64. Return False to compute them with `experts_one_by_one`.
+    """Return True to compute the experts with `grouped_experts`, False with `experts_one_by_one`.
 
     To read the number of rows of each expert, `experts_one_by_one` waits for the GPU, or breaks the graph when
     compiling. On the CPU, and for the few tokens of a generation step, it is as fast as `grouped_experts`. torch has no
@@ -338,8 +322,8 @@ def computes_in_groups(x_RxC: Tensor) -> bool:
 
 def experts_one_by_one(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
     """Return the experts' outputs (R, C) for their rows of `x_RxC`, which are sorted by expert. `tokens_E` has the
-    number of rows of each expert. If gradients are enabled, an expert without rows is also called. Its gradients are
-    then zeros instead of None, as optimizers and DDP expect."""
+    number of rows of each expert. With gradients, an expert without rows is also called: its gradients are then zeros
+    instead of None, as optimizers and DDP expect."""
     parts = zip(experts, x_RxC.split(tokens_E.tolist()), strict=True)
     return torch.cat([expert(rows) for expert, rows in parts if len(rows) or torch.is_grad_enabled()])
 
@@ -394,11 +378,8 @@ class OutputHead(nn.Linear):
 
 
 def bigram_buckets(tokens_BxT: Tensor, previous_BxT: Tensor, buckets: int) -> Tensor:
-    """Return the bucket of each pair of a token and its predecessor: (B, T).
-
-    The bucket is the xor of TOKEN_FACTOR times the token's id and PREVIOUS_FACTOR times the predecessor's id, modulo
-    `buckets - 1`. The last bucket is for tokens without a predecessor (NO_TOKEN).
-    """
+    """Return the bucket of each pair of a token and its predecessor: (B, T). The last bucket is for tokens without a
+    predecessor (NO_TOKEN)."""
     mixed = torch.bitwise_xor(TOKEN_FACTOR * tokens_BxT.long(), PREVIOUS_FACTOR * previous_BxT.long()) % (buckets - 1)
     return torch.where(previous_BxT == NO_TOKEN, buckets - 1, mixed)
 
@@ -418,12 +399,11 @@ class GPTModel(nn.Module):
         residual_dtype: torch.dtype | None = None,
         moe_router_loss_scale: float = 0.0,
     ) -> None:
-        """Build the model. Weights are drawn from torch's global generator, so that equal seeds give equal models on
-        every rank.
+        """Build the model. Weights are drawn from torch's global generator, so that equal seeds give equal models.
 
         With `recompute_blocks`, the backward pass runs each block again instead of keeping its activations.
         `residual_dtype` is the dtype of the residual stream under autocast (None: the dtype of the weights).
-        `moe_router_loss_scale` is the coefficient of the experts' balancing losses; it has no effect without experts.
+        `moe_router_loss_scale` is the coefficient of the experts' balancing losses.
         """
         super().__init__()
         self.config = config
@@ -450,8 +430,7 @@ class GPTModel(nn.Module):
         biases are zero.
 
         The standard deviation of projections into the residual stream is divided by √(2·n_layers), because each block
-        adds to the stream twice; with "zero_residual" these projections start at zero. The bigram embedding always
-        starts at zero.
+        adds to the stream twice; with "zero_residual" these projections start at zero.
         """
         modules = list(self.modules())
         into_residual: set[nn.Module] = {each.out_proj for each in modules if isinstance(each, CausalSelfAttention)}
@@ -474,8 +453,7 @@ class GPTModel(nn.Module):
         scalar. Every target must be from 0 to V - 1.
 
         If targets are given in training, a model with experts returns a tensor of two elements, whose sum is to be
-        minimized: the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`. It also
-        sets `expert_tokens`.
+        minimized: the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`.
         """
         routings: list[Routing] = []
         features_BxTxC = self.features(tokens_BxT, routings=routings)
@@ -541,28 +519,22 @@ class GPTModel(nn.Module):
         return self.final_norm(x_BxTxC)
 
     def to_checkpoint_names(self) -> dict[str, Tensor]:
-        """Return the weights under the tensor names of published checkpoints of this model family, as contiguous CPU
-        tensors that share no memory."""
+        """Return the weights under their names in published checkpoints, as contiguous CPU tensors that share no
+        memory."""
         views = checkpoint_views(self.state_dict(), self.config)
         return {name: tensor.to("cpu", copy=True) for name, tensor in views.items()}
 
     def load_checkpoint_tensors(self, tensors: dict[str, Tensor], source: Path) -> None:
-        """Copy `tensors` into the weights. The names of the tensors are those in published checkpoints.
-
-        Raises UserError, naming `source` and the differences, if the tensors do not fit the model, or if tied tensors
-        differ. The weights are unchanged in that case.
-        """
+        """Copy tensors, by their names in published checkpoints, into the weights. Raises UserError, naming `source`,
+        if they do not fit the model."""
         found = from_checkpoint_names(tensors, self.config, source)
         for name, own in checkpoint_views(self.state_dict(), self.config).items():
             own.copy_(found[name])
 
 
 def load_model(config: ModelConfig, weights: Path, device: torch.device) -> GPTModel:
-    """Return a model in evaluation mode on `device`, with the weights of a safetensors file.
-
-    Raises UserError if the file cannot be read or does not match `config`, or if this machine's free memory cannot hold
-    even the weights.
-    """
+    """Return a model in evaluation mode on `device`, with the weights of a safetensors file. Raises UserError if the
+    file cannot be read or does not match `config`, or if this machine's memory cannot hold the weights."""
     check_memory(config)
     model = GPTModel(config)
     model.load_checkpoint_tensors(load_weights(weights), weights)

@@ -1,11 +1,10 @@
-"""Compare how well models follow instructions, with confidence intervals: for each question, a judge scores the answers
-of all models in one prompt, or each answer alone (--prompt).
+"""Compare how well models follow instructions, with confidence intervals.
 
     OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
 
 RESPONSES are files written by test_ift.py, or by the programs of Sebastian Raschka's book Build a Large Language Model
-(From Scratch) or of Giles Thomas's lab notebook (github.com/gpjt/ddp-base-model-from-scratch). Every answer of the
-judge is kept. If judging is stopped, the same command resumes it, and does not ask again for valid answers.
+(From Scratch) or of Giles Thomas's lab notebook (github.com/gpjt/ddp-base-model-from-scratch). If judging is stopped,
+the same command resumes it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Make a token dataset from any text.
 
-    uv run prepare_datasets.py my-texts datasets/me/my-texts
-    uv run prepare_datasets.py HuggingFaceFW/fineweb datasets/me/fineweb --include "sample/10BT/*" --delete-after
-
-INPUT is a folder, a file or a glob of parquet, JSON lines or text files, or the name of a dataset on the Hugging Face
-Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. To resume an interrupted preparation, run the same command again.
+uv run prepare_datasets.py my-texts datasets/me/my-texts
+uv run prepare_datasets.py HuggingFaceFW/fineweb datasets/me/fineweb --include "sample/10BT/*" --delete-after
 """
 
 from __future__ import annotations
@@ -168,7 +165,7 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
 
 
 def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[str, Any]) -> None:
-    """Raise UserError if arguments and options cannot be combined, and for some values that are not valid."""
+    """Raise UserError if arguments and options cannot be combined, or have wrong values."""
     for value in (*inputs, str(output_dir), *map(str, options.values())):
         if not is_unicode(value):
             raise UserError(f"{printable(value)}: not valid UTF-8; rename the file, or give other text")
@@ -214,14 +211,8 @@ def check_special_tokens(names: Sequence[str], vocab_size: int | None) -> None:
 
 
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> Iterator[str]:
-    """Make the dataset, or resume its interrupted preparation. Yield lines about its splits and vocabulary, and the
-    commands that train on it. Raises the errors of `HeldOutSplits` and `make_dataset`.
-
-    Also yield a remark if one document is known to have more than a tenth of the training tokens. For a dataset made
-    from text, also yield a remark for each held-out split that has fewer than FEW_DOCUMENTS documents. Unless
-    `split_order` is "given", a held-out split whose share of the text differs by more than a tenth from the requested
-    one also gets this remark.
-    """
+    """Make the dataset, or resume its interrupted preparation. Yield lines about its splits and vocabulary, remarks on
+    splits whose loss may mislead, and the commands that train on it."""
     from harness.data.preparation.command import make_dataset
 
     if ".." in output_dir.parts:  # resolve the path, so that its last two parts are owner/name
@@ -259,9 +250,8 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
 
 
 def next_steps(folder: Path) -> Iterator[str]:
-    """Yield the commands that train a model like the quickstart's on the dataset in `folder`. The last two parts of
-    the folder's path are the dataset's name, owner/name. If `folder` is a single name, the first command moves it to
-    datasets/me/."""
+    """Yield the commands that train a model like the quickstart's on the dataset in `folder`. The last two parts of the
+    folder's path are the dataset's name, owner/name."""
     if len(folder.parts) == 1:
         place = Path("datasets", "me", folder)
         yield f"mkdir -p {place.parent} && mv {folder} {place}"

@@ -128,8 +128,8 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
 
 
 def choose_judge(options: dict[str, Any]) -> JudgeSettings:
-    """Return the judge's settings. Called before any training, because it raises UserError if the judge's name or
-    address is not valid, and as `JudgeClient` does."""
+    """Return the judge's settings. Called before any training, because it raises UserError if the judge cannot be
+    used."""
     from harness.evaluation.judge.requests import JudgeClient, JudgeSettings
 
     settings = JudgeSettings.choose(options["judge_model"], options["base_url"], prompt=options["judge_prompt"])
@@ -139,9 +139,8 @@ def choose_judge(options: dict[str, Any]) -> JudgeSettings:
 
 
 def check_places(path: Path, options: dict[str, Any]) -> None:
-    """Raise UserError if the responses file `path` or the folder --save cannot be written or would replace something
-    (with --overwrite, a responses file may be replaced), or if --name is not usable. Called before anything is
-    downloaded or trained."""
+    """Raise UserError if the responses file `path` or the folder --save cannot be written or would replace something,
+    or if --name is not usable. Called before anything is downloaded or trained."""
     if path.is_dir() or (path.exists() and not options["overwrite"]):
         raise UserError(
             f"{path}: exists; --overwrite replaces it, unless it is a folder; --responses FILE writes to another place"
@@ -156,9 +155,8 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
 
 
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
-    """Ask the judge to score the answers in the responses file `path`, print the scores, and write them to the run if
-    `path` is in its folder. Keeps the judge's answers in judgements.jsonl beside `path`. Raises RunError if the judge
-    cannot be used or did not score every answer, and RunStopped after Ctrl-C."""
+    """Ask the judge to score the answers, print the scores, and write them to the run if the responses file `path` is
+    in its folder. The judge's answers are kept in judgements.jsonl beside `path`."""
     from harness.evaluation.judge.report import judge_and_report
     from harness.evaluation.judge.requests import OPENAI_URL, JudgeSettings
 

@@ -1,5 +1,4 @@
-"""Test a model: print its loss on the test split or, if there is none, on the validation split. For several models,
-print a table of their losses."""
+"""Test models: print their losses on a dataset."""
 
 from __future__ import annotations
 

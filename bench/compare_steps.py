@@ -74,8 +74,7 @@ Row = dict[str, Any]
 
 
 class Player:
-    """One of the compared programs: its processes, one for each rank, which take a training step at each request, and
-    the measured seconds of all steps so far."""
+    """One of the compared programs: its processes, one for each rank, and the measured seconds of all steps so far."""
 
     def __init__(self, name: str, run: Path, *, ranks: int, threads: int) -> None:
         self.name = name
@@ -106,7 +105,7 @@ class Player:
 
     def step(self) -> None:
         """Take one step on all ranks, and record the seconds of the slowest rank ("wall") and the sum of the ranks'
-        processor seconds ("processor"). Raises ClickException if a process ends during the step."""
+        processor seconds ("processor")."""
         for process in self.processes:
             with suppress(BrokenPipeError):  # it has ended, as its missing answer will show
                 print("step", file=process.stdin, flush=True)
@@ -130,8 +129,7 @@ class Player:
 
 def make_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: int) -> Path:
     """Write a run directory for ddp_train.py and a dataset of random tokens into `folder`. Return the run directory.
-    Its model, which all programs train, has query, key and value biases, because transformers' model always has
-    them."""
+    The model has query, key and value biases, because transformers' model always has them."""
     run = folder / "runs" / "bench"
     sizes = zip(("n_layers", "emb_dim", "n_heads", "context_length", "vocab_size"), case, strict=False)
     model = {**dict(sizes), "drop_rate": 0.0, "qkv_bias": True, "tie_weights": tied}
@@ -160,11 +158,8 @@ def title(case: Case) -> str:
 def compare(
     case: Case, precision: str, peer: str, *, ranks: int, threads: int, seconds: float, steps: int
 ) -> dict[str, Any]:
-    """Return a row of the table that compares our command in `precision` with the program `peer`.
-
-    The programs take steps in turns until `seconds` are over and each has taken at least `steps` steps after the
-    WARM_UP steps, or until the last step but one of our run. The program that goes first in a round alternates.
-    """
+    """Return a row of the table that compares our command in `precision` with the program `peer`. The programs take
+    steps in turns for `seconds`, and at least `steps` steps each."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run = make_run(folder, case, tied=not peer.startswith("upstream"), precision=precision, ranks=ranks)
@@ -246,8 +241,7 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
 
 def take_turns(answers: TextIO) -> Iterator[None]:
     """Yield once for each line on standard input, to let the caller take a step. When the caller asks for the next
-    turn, write the elapsed and the processor seconds of its last step to `answers`. At the end of standard input, exit
-    the process."""
+    turn, write the elapsed and the processor seconds of its last step to `answers`."""
     while sys.stdin.readline():
         wall, processor = time.perf_counter(), time.process_time()
         yield
@@ -257,8 +251,8 @@ def take_turns(answers: TextIO) -> Iterator[None]:
 
 
 def run_ours(run: Path, turns: Iterator[None]) -> None:
-    """Run ddp_train.py as a user does, but wait for the next turn (an item of `turns`) at the beginning of each
-    optimizer step. A turn lasts until the beginning of the next step, and all of this time is counted."""
+    """Run ddp_train.py as a user does, but wait for the next turn at the beginning of each optimizer step. A turn lasts
+    until the beginning of the next step."""
     from harness.training.step import OptimizerStep
 
     run_step: Callable[..., Any] = OptimizerStep.run
@@ -273,8 +267,8 @@ def run_ours(run: Path, turns: Iterator[None]) -> None:
 
 
 def run_peer(name: str, run: Path, turns: Iterator[None]) -> None:
-    """Train the model of another program on random tokens (see `peers_step`), in bf16 autocast if `name` ends in bf16,
-    with DDP if there is more than one rank."""
+    """Train the model of another program on random tokens, in bf16 autocast if `name` ends in bf16, with DDP if there
+    is more than one rank."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -297,8 +291,7 @@ def peers_step(
 ) -> Callable[[Tensor], None]:
     """Return a function that runs a training step of another program on tokens (B, T + 1), as that program does:
     clipping to norm 1.0, AdamW, and bf16 autocast with `low_precision`. `wrap`, if given, compiles its model or wraps
-    it in DDP. "upstream", the training program of Giles Thomas's lab notebook, uses torch's AdamW without `fused` and
-    reads the loss at each step. The other programs use the fused AdamW."""
+    it in DDP."""
     import torch
 
     loss, is_upstream = peers_loss(program, model).to(device), program == "upstream"
@@ -347,7 +340,7 @@ def peers_loss(program: str, config: ModelConfig) -> Any:
 
 def contend() -> None:
     """Run one rank of the program named in sys.argv[1] on the run directory in sys.argv[2], and write the times of its
-    steps to standard output (see `take_turns`)."""
+    steps to standard output."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output must not be read as an answer
     name, run, turns = sys.argv[1], Path(sys.argv[2]), take_turns(answers)

@@ -61,9 +61,8 @@ STAGE = "from bench.on_gpu import run_stage; run_stage()"
 
 
 def run_stages(bench: Workbench, stages: list[str], seconds: float) -> bool:
-    """Run each stage in its own process, one after another, and record its status. Before a stage, remove its earlier
-    rows; after it, its runs. Kill a stage after its LIMIT_SECONDS (240 if it is not listed) times `seconds` / SECONDS.
-    Return True if all succeeded."""
+    """Run each stage in its own process, one after another, and record its status. Kill a stage after its time limit,
+    scaled by `seconds` / SECONDS. Return True if all succeeded."""
     statuses: list[int | str] = []
     for stage in stages:
         own = replace(bench, stage=stage)
@@ -88,8 +87,8 @@ def run_stages(bench: Workbench, stages: list[str], seconds: float) -> bool:
 
 
 def run_stage() -> None:
-    """Run the stage that sys.argv names, in this process. Kill this process and all that it has started when the
-    command that started it has ended, even by SIGKILL."""
+    """Run the stage that sys.argv names. Kill this process and all that it has started when the command that started it
+    has ended, even by SIGKILL."""
     parent, stage, shipped_runs, work, out, tiny = sys.argv[1:]
 
     def end_with_command() -> None:
@@ -105,9 +104,8 @@ def run_stage() -> None:
 
 
 def measured_rows(bench: Workbench) -> list[str]:
-    """Return the rows of the table in docs/performance.md that are for this machine's GPU, with the tokens/s that were
-    measured with DistributedDataParallel in their last column. For a GPU without such rows, return new rows. A row
-    whose stage has no speed is left out."""
+    """Return the rows of the table in docs/performance.md that are for this machine's GPU, or new ones, with the
+    tokens/s that were measured with DistributedDataParallel in their last column."""
     device, rows = find_device(bench.device), []
     known = TABLE.read_text(encoding="utf-8").splitlines()
     speeds = {row["stage"]: row.get("tokens_per_second") for row in bench.rows() if row["table"] == "step"}

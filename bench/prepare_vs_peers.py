@@ -3,9 +3,8 @@ grew from).
 
     uv run --with datasets bench/prepare_vs_peers.py my-parquet --rounds 5
 
-All programs tokenize the same parquet files (column `text`) with GPT-2's vocabulary into a safetensors file, each in
-its own process. They run in turns, so that other work on the machine slows all of them alike. The result is the ratio
-of the medians. The time that a program takes to start is included. If `datasets` is not installed, its row is left out.
+All programs tokenize the same parquet files (column `text`) with GPT-2's vocabulary into a safetensors file. They run
+in turns, so that other work on the machine slows all of them alike. The time that a program takes to start is included.
 """
 
 from __future__ import annotations
@@ -67,9 +66,8 @@ save_file({"tokens": tokens}, target)
 
 
 def watch_memory(process: subprocess.Popen[bytes]) -> float:
-    """Wait for a process to end. Return the peak memory of the process and its descendants together, in MiB. It is the
-    largest sum of their proportional set sizes (Pss), read about four times a second. A page that n processes share
-    counts 1/n in the Pss of each."""
+    """Wait for a process to end. Return the peak memory of the process and its descendants together, in MiB: the
+    largest sum of their proportional set sizes (Pss), in which a page that n processes share counts 1/n."""
     peak = 0.0
     while process.poll() is None:
         pids, total = [process.pid], 0.0
@@ -110,9 +108,8 @@ def main(text: Path, rounds: int) -> None:
 
 
 def run(name: str, text: Path, work: Path) -> tuple[float, float, int]:
-    """Let the program `name` tokenize the text once, after deleting our dataset and the cache of `datasets` from
-    earlier rounds (the programs overwrite their other files). Return the seconds, the peak memory in MiB, and the
-    number of tokens written. Raises SystemExit if the program fails."""
+    """Let the program `name` tokenize the text once. Return the seconds, the peak memory in MiB, and the number of
+    tokens written."""
     for left in ("out", "tokens.cache"):
         shutil.rmtree(work / left, ignore_errors=True)
     target = work / "tokens"

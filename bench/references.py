@@ -118,7 +118,7 @@ class NotebookModel(nn.Module):
 
 def nano_gpt(config: ModelConfig) -> NotebookModel:
     """Return a GPT as in nanoGPT (https://github.com/karpathy/nanoGPT): one projection for queries, keys and values,
-    torch's norms and attention, a tied head, and the logits of the whole batch in memory at once."""
+    torch's norms and attention, a tied head, and all logits stored."""
     model = NotebookModel(config.model_copy(update={"tie_weights": False}), NanoBlock, nn.LayerNorm)
     model.tok_emb.weight = model.out_head.weight  # keep the head's weights, whose initial values are small
     return model
@@ -126,10 +126,7 @@ def nano_gpt(config: ModelConfig) -> NotebookModel:
 
 def transformers_peer(model: GPTModel, attention: str = "sdpa") -> transformers.GPT2LMHeadModel:
     """Return Hugging Face's GPT-2 on the CPU, in training mode, with the shape, dropout and weights of `model`.
-
-    `attention` is transformers' attn_implementation. transformers' GPT-2 always has query, key and value biases; they
-    are zero if `model` has none.
-    """
+    `attention` is transformers' attn_implementation."""
     import transformers
 
     settings = peer_config("gpt2", model.config) | {"attn_implementation": attention}

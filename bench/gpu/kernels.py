@@ -1,5 +1,4 @@
-"""Stages of the benchmark bench/on_gpu.py that run without ddp_train.py: single kernels, NCCL, and training steps of
-nanoGPT and of this program."""
+"""Stages of the benchmark bench/on_gpu.py that run without ddp_train.py: kernels, NCCL, and training steps."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ BACKENDS = {
 
 
 def milliseconds(work: Callable[[], object], bench: Workbench, repeat: int = 20) -> float:
-    """Return the median time of `repeat` calls of `work` (two in a rehearsal) in milliseconds. Three calls before them,
-    in which kernels are compiled and chosen, are not counted."""
+    """Return the median time of `repeat` calls of `work` (two in a rehearsal) in milliseconds, after three calls in
+    which kernels are compiled and chosen."""
 
     def timed() -> float:
         began = time.perf_counter()
@@ -74,7 +73,7 @@ def measure_machine(bench: Workbench) -> None:
 
 def measure_exchange(bench: Workbench) -> None:
     """Record the milliseconds of an all-reduce of three sizes by NCCL, or gloo on a CPU, in a world of one rank, and
-    the GiB of device memory that NCCL takes: it allocates its buffers when they are first needed."""
+    the GiB of device memory that NCCL takes."""
 
     def free_gib() -> float:
         return torch.cuda.mem_get_info()[0] / 2**30 if DEVICE.type == "cuda" else 0.0
@@ -90,7 +89,7 @@ def measure_exchange(bench: Workbench) -> None:
 
 def measure_attention(bench: Workbench) -> None:
     """Record, for each kernel and dropout rate, the milliseconds of forward and backward together, and the share of
-    attention weights that the kernel actually drops, or the reason why torch refuses the kernel."""
+    attention weights that the kernel actually drops, or the reason why torch refuses it."""
     model, train = bench.shipped()
     heads, length, batch = model["n_heads"], model["context_length"], train["microbatch_size"]
     dim = model["emb_dim"] // heads
@@ -114,17 +113,16 @@ def measure_attention(bench: Workbench) -> None:
 
 
 def share_dropped(rate: float, heads: int = 512, size: int = 64) -> float:
-    """Return the share of attention weights that dropout actually drops. By default it is counted on 2 million weights,
-    so its standard deviation is 0.0002. All weights are equal and the values are an identity matrix, so the output is
-    zero where a weight was dropped."""
+    """Return the share of attention weights that dropout actually drops. All weights are equal and the values are an
+    identity matrix, so the output is zero where a weight was dropped."""
     zeros = torch.zeros(1, heads, size, size, device=DEVICE, dtype=torch.bfloat16)
     identity = torch.eye(size, device=DEVICE, dtype=torch.bfloat16).expand(1, heads, size, size).contiguous()
     return (F.scaled_dot_product_attention(zeros, zeros, identity, dropout_p=rate) == 0).float().mean().item()
 
 
 def measure_loss(bench: Workbench) -> None:
-    """Record the time of the output head and the loss alone, in all and per token, by the number of logits in a chunk:
-    forward under bf16 autocast and backward, compiled as in training (except in a rehearsal)."""
+    """Record the time of the output head and the loss alone, by the number of logits in a chunk: forward under bf16
+    autocast and backward, compiled as in training (except in a rehearsal)."""
     model, train = bench.shipped()
     vocab, width = model["vocab_size"], model["emb_dim"]
     rows, exponents = train["microbatch_size"] * model["context_length"], (12, 14) if bench.tiny else (27, 28, 29, 30)
@@ -146,9 +144,8 @@ def measure_loss(bench: Workbench) -> None:
 
 
 def measure_nanogpt(bench: Workbench) -> None:
-    """Record in turns the times of a training step by nanoGPT (its model is in bench/references.py) and by this program
-    with a model of the same shape, both compiled (except in a rehearsal), in bf16, without dropout, with fused AdamW
-    and clipping. The batch has the size of the shipped run's microbatch, and random tokens."""
+    """Record in turns the times of a training step by nanoGPT and by this program with a model of the same shape, both
+    compiled (except in a rehearsal), in bf16, without dropout, with fused AdamW and clipping, on random tokens."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT does; no product here is in fp32
     keys, changes = {"drop_rate": 0.0, "tie_weights": True, "qkv_bias": True}, {"clipping_max_norm": 1.0}
     bench.add_run("nanogpt", keys, {**changes, "compile": not bench.tiny})

@@ -1,6 +1,5 @@
-"""A world of one rank that does all that a rank does among several: it joins a process group, with NCCL on a GPU, wraps
-the model in DistributedDataParallel, and shards the optimizer's state if train.json says so. On one GPU there is no
-other way to measure this, because NCCL refuses two ranks on one GPU."""
+"""A world of one rank that does all that a rank does among several: process group, DistributedDataParallel, sharded
+optimizer. On one GPU there is no other way to measure this, because NCCL refuses two ranks on one GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of the benchmark bench/on_gpu.py that run ddp_train.py as a user does, and read its output and files."""
+"""Stages of the benchmark bench/on_gpu.py that run ddp_train.py as a user does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def keys(context: click.Context, parameter: click.Parameter, given: tuple[str, .
 
 
 def measure_step(bench: Workbench, *options: str) -> None:
-    """Record speed, MFU and memory of a short training run. `options` are those of `step`."""
+    """Record speed, MFU and memory of a short training run."""
     step.main(options, "step", obj=bench)
 
 
@@ -61,8 +61,7 @@ def measure_search(bench: Workbench) -> None:
 
 def measure_continue(bench: Workbench) -> None:
     """Record whether a killed run and a stopped run, continued by the same command, end bit for bit with the weights of
-    an uninterrupted run. If one does not, the stage fails. The runs have dropout, Muon, sharded state and accumulation.
-    """
+    an uninterrupted run. The runs have dropout, Muon, sharded state and accumulation."""
     steps = 20 if bench.tiny else 60
     train: Row = {"microbatch_size": 4, "gradient_accumulation_steps": 2, "train_steps": steps, "deterministic": True}
     train |= {"report_interval": 1, "checkpoint_interval": steps // 5, "validation_interval": steps // 2}
@@ -85,8 +84,7 @@ def measure_continue(bench: Workbench) -> None:
 
 def measure_saving(bench: Workbench) -> None:
     """Record how long checkpoints delay training: for each checkpoint that another step follows, the seconds by which
-    that step is longer than the median step, and this median. The optimizer's state is sharded, and checkpoints are
-    written in the background."""
+    that step is longer than the median step, and this median. Checkpoints are written in the background."""
     interval = STEPS[bench.tiny] - 4  # far apart, because a checkpoint waits until the one before is written
     train = {"train_steps": 2 * STEPS[bench.tiny], "checkpoint_interval": interval, "report_interval": 1}
     bench.add_run("saving", {}, train, fast=True)

@@ -1,6 +1,4 @@
-"""Parts shared by the benchmarks: the results file, a dataset, run directories, and running ddp_train.py. Does not
-import torch.
-"""
+"""Parts shared by the benchmarks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ class Workbench:
         self._write([*self.rows(), row])
 
     def forget(self) -> None:
-        """Remove all rows of this stage, so that it can be repeated."""
+        """Remove all rows of this stage."""
         self._write([row for row in self.rows() if row["stage"] != self.stage])
 
     def _write(self, rows: list[Row]) -> None:
@@ -100,8 +98,8 @@ class Workbench:
         return self.work / "datasets"
 
     def shipped(self, *, fast: bool = False) -> tuple[Row, Row]:
-        """Return model.json and train.json of the shipped run for this machine's kind of GPU (of OTHERS if SHIPPED does
-        not have the kind), or with `fast` of the run FAST. A rehearsal has a smaller model and microbatch."""
+        """Return model.json and train.json of the shipped run for this machine's kind of GPU, or with `fast` of the run
+        FAST. A rehearsal has a smaller model and microbatch."""
         device = find_device(self.device)
         run = self.shipped_runs / (FAST if fast else SHIPPED.get(device.name if device else "", OTHERS))
         model, train = (json.loads((run / f"{name}.json").read_text(encoding="utf-8")) for name in ("model", "train"))
@@ -111,8 +109,8 @@ class Workbench:
         return model, train
 
     def add_run(self, name: str, model: Row, train: Row, *, fast: bool = False) -> None:
-        """Write the directory of a short run: the run that `shipped(fast=fast)` returns, with few steps and no warm-up.
-        The keys in `model` and `train` replace those of its model.json and train.json."""
+        """Write the directory of a short run: the run that `shipped(fast=fast)` returns, with few steps and no warm-up,
+        and with the keys in `model` and `train`."""
         shipped_model, shipped_train = self.shipped(fast=fast)
         steps = {"train_steps": STEPS[self.tiny], "warmup_steps": 0}
         write_run(self.runs / name, shipped_model | model, shipped_train | SHORT | steps | train)
@@ -120,11 +118,11 @@ class Workbench:
     def train(
         self, name: str, *options: str, ddp: bool = False, signal_at: tuple[str, int] | None = None
     ) -> tuple[Row, str]:
-        """Run `ddp_train.py NAME` to its end. Return a row and the whole output. The row has the exit status, the
-        seconds, and the first line of the output that begins with "error:".
+        """Run `ddp_train.py NAME` to its end. Return a row with the exit status, the seconds, and the first line that
+        begins with "error:", and the whole output.
 
-        With `ddp`, the only rank does all that it would do as one of several (bench/gpu/only_rank.py). At the first
-        line of output that begins with the text in `signal_at`, the process gets the signal in `signal_at`.
+        With `ddp`, the only rank does all that it would do as one of several. At the first line of output that begins
+        with the text in `signal_at`, the process gets the signal in `signal_at`.
         """
         program = ["-c", ALONE] if ddp else ["ddp_train.py"]
         command = [sys.executable, *program, name, str(self.make_data()), "--runs-dir", str(self.runs), *options]

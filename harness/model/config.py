@@ -157,14 +157,12 @@ class ModelConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, raw: Any) -> Any:
-        """Replace `{"depth": d}` by the keys of that shape: d layers, d heads, and the width 64·d. With "depth",
-        `drop_rate` and `qkv_bias` may be missing, and are filled in as 0.0 and false. If the model uses `rope_base` or
-        `norm_gain`, and it is missing or null, fill in the default, so that it is recorded. Raises ValueError if
-        `depth` is not a whole number from 1 to LARGEST_LAYERS, or if a key that it replaces is given, too.
+        """Replace `{"depth": d}` by the keys of that shape, and fill in `rope_base` and `norm_gain` if the model uses
+        them, so that they are recorded.
 
-        nanochat, too, derives the shape from one setting, with a width of 64 times the number of layers, but its heads
-        are 128 wide. Here they are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2
-        small: 12 layers, 12 heads, width 768."""
+        Heads are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2 small: 12 layers, 12
+        heads, width 768.
+        """
         if not isinstance(raw, dict):
             return raw
         filled = dict(raw)
@@ -197,7 +195,7 @@ class ModelConfig(RunFile):
 
     @property
     def drop_rates(self) -> DropRates:
-        """Dropout rates at the four places where GPT-2 has dropout, whether model.json gives four rates or one."""
+        """Dropout rates at the four places, whether model.json gives four rates or one."""
         if isinstance(self.drop_rate, DropRates):
             return self.drop_rate
         return DropRates(**dict.fromkeys(DropRates.model_fields, self.drop_rate))
@@ -209,12 +207,12 @@ class ModelConfig(RunFile):
 
     @property
     def query_width(self) -> int:
-        """Width of the queries of all heads, which is also the width of the output of all heads."""
+        """Width of the queries of all heads, and of the output of all heads."""
         return self.n_heads * self.head_width
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys of all key-value heads, which is also the width of the values."""
+        """Width of the keys of all key-value heads, and of the values."""
         return (self.n_kv_heads or self.n_heads) * self.head_width
 
     @property
@@ -227,9 +225,8 @@ class ModelConfig(RunFile):
         return 8 * -(-self.emb_dim // 3) if self.mlp == "swiglu" else 4 * self.emb_dim
 
     def value_embedding_of(self, layer: int) -> int | None:
-        """Return the index of the value embedding table that the block with index `layer` uses, or None if it uses
-        none. With N tables, the first N blocks use tables 0 to N - 1, and the last N blocks use the same tables in the
-        same order."""
+        """Return the index of the value embedding table that the block with index `layer` uses, or None. The first N
+        blocks use tables 0 to N - 1, and the last N blocks use the same tables in the same order."""
         tables = self.value_embeddings or 0
         from_the_last = layer - (self.n_layers - tables)
         return layer if layer < tables else from_the_last if from_the_last >= 0 else None
@@ -253,8 +250,8 @@ class ModelConfig(RunFile):
         return shapes
 
     def _block_shapes(self, layer: int, experts: int | None = None) -> Shapes:
-        """Return the shapes of a block's tensors, by names without the block's prefix. With `experts`, the tensors of
-        only that many experts are included (None: of all)."""
+        """Return the shapes of a block's tensors, by names without the block's prefix. `experts` is the number of
+        experts to include (None: all)."""
         rows = {"W_query": self.query_width, "W_key": self.kv_width, "W_value": self.kv_width}
         block: Shapes = {"skip.scale": (2,)} if self.embedding_skip else {}
         block |= self._norm_shapes("norm1")
@@ -295,12 +292,11 @@ class ModelConfig(RunFile):
         return self._count_parameters(self._active_shapes())
 
     def _active_shapes(self) -> Shapes:
-        """Return the shapes of the first block's tensors, including only as many experts as each token goes through."""
+        """Return the shapes of the first block's tensors, without inactive experts."""
         return self._block_shapes(0, self.moe.num_active_experts if self.moe else None)
 
     def _count_parameters(self, block: Shapes) -> int:
-        """Return the number of parameters of this model if each block has the tensors in `block`. `att.value_mix.scale`
-        is counted only for blocks with a value embedding."""
+        """Return the number of parameters of this model if each block has the tensors in `block`."""
         outside = _numbers(self._embedding_shapes() | self._norm_shapes("final_norm"))
         head = 0 if self.tie_weights else self.vocab_size * self.emb_dim
         block.pop("att.value_mix.scale", None)  # the only tensor that some blocks lack
@@ -318,9 +314,9 @@ class ModelConfig(RunFile):
         """Floating-point operations of the matrix products for one token of training, forward and backward.
 
         The number is the sum of two terms (PaLM, arXiv:2204.02311, appendix B). The first is 6 for each weight of a
-        matrix product, including the head's. Inactive experts do not count. Nor do embeddings, because they are
-        look-ups. The second is 12·L·Q·T for attention scores and weighted sums, with L layers, context length T and Q
-        the width of all queries. It ignores the causal mask, as is customary.
+        matrix product, including the head's. Inactive experts and embeddings, which are look-ups, do not count. The
+        second is 12·L·Q·T for attention scores and weighted sums, with L layers, context length T and Q the width of
+        all queries. It ignores the causal mask, as is customary.
         """
         multiplying = self.n_layers * self.block_weights + self.vocab_size * self.emb_dim
         return 6 * multiplying + 12 * self.n_layers * self.query_width * self.context_length
@@ -363,5 +359,5 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Read and check a model.json. Raises UserError, which names the file, if it cannot be read or is not valid."""
+    """Read and check a model.json. Raises UserError if it cannot be read or is not valid."""
     return parse_config(ModelConfig, read_json_object(path), path)

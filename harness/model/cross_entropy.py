@@ -3,11 +3,8 @@
 At GPT-2's vocabulary the logits of one 1,024-token sequence are 206 MB in fp32, and torch's cross-entropy keeps several
 copies of them, so that the logits, not the transformer, limit the size of a microbatch. Here the head and the loss run
 over one chunk of rows at a time, and the gradients are computed immediately, from the only copy of the chunk's logits
-(the idea of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009). docs/LOG.md
-compares the timings with torch's.
-
-torch.compile sees a single custom operation, whatever the number of chunks. The kernel that this operation calls for
-each chunk is compiled separately.
+(the idea of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009). torch.compile
+sees a single custom operation, whatever the number of chunks.
 
 Tensor names end in the shape: N rows (tokens), R rows in a chunk, C features, V the size of the vocabulary, W = V plus
 padding.
@@ -26,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from harness.common.files import sha256
 
-# Largest number of logits in a chunk (see `chunk_rows`): enough for efficient matrix products, and small in memory
-# compared to everything else.
+# Largest number of logits in a chunk: enough for efficient matrix products, and small in memory compared to everything
+# else.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 # Largest number of rows in an fp16 chunk. The chunk's part of the weight's gradient is a matrix product, which must
 # stay below fp16's limit of 65,504. Each row adds at most 1 times a feature to the product. Loss scaling cannot help,
@@ -36,7 +33,7 @@ FP16_ROWS = 2**14
 # Tile size of the hardware's matrix units. If possible, chunks have a multiple of TILE rows. On a GPU and in compiled
 # code, the head's weight is padded to such a multiple.
 TILE = 128
-INPUTS = 7  # number of inputs of the custom operation
+INPUTS = 7  # of the custom operation
 # Name of the custom operation, with a hash of this file. torch's cache of compiled code knows an operation by its name
 # alone, so that after a change of `_backward` it would return code with the old one (pytorch issue 144344).
 OPERATION = f"linear_cross_entropy_{sha256(Path(__file__))[:16]}"
@@ -53,12 +50,9 @@ def linear_cross_entropy(
     """Return the mean over N rows of the cross-entropy of softmax(features @ weight.T) against integer targets, as an
     fp32 scalar (fp64 for fp64 input). With a `softcap` c, each product x becomes c·tanh(x / c) before the softmax.
 
-    Without `softcap`, equals F.cross_entropy(F.linear(features, weight).float(), targets) up to rounding. Under
-    autocast the matrix products run in the autocast precision and everything else in fp32; fp64 input stays fp64. Only
-    first derivatives exist, and backward can run only once, because it scales the saved gradient in place.
-
-    Every target must be from 0 to V - 1; there is no counterpart of `ignore_index`. Compiled code does not check the
-    targets, since datasets are checked before training.
+    Every target must be from 0 to V - 1. Under autocast the matrix products run in the autocast precision and
+    everything else in fp32; fp64 input stays fp64. Only first derivatives exist, and backward can run only once,
+    because it scales the saved gradient in place.
     """
     needs_grad = torch.is_grad_enabled() and (features_NxC.requires_grad or weight_VxC.requires_grad)
     # Determined here, because the implementation of a custom operation does not see the autocast state.
@@ -69,15 +63,14 @@ def linear_cross_entropy(
 def token_cross_entropies(
     features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, *, softcap: float | None = None
 ) -> Tensor:
-    """Return the cross-entropies (N) whose mean `linear_cross_entropy` returns. For evaluation only: the result has no
-    gradient, and the function cannot be compiled."""
+    """Return the cross-entropies (N) whose mean `linear_cross_entropy` returns. The result has no gradient, and the
+    function cannot be compiled."""
     dtype = _matmul_dtype(features_NxC)
     return _row_losses(features_NxC, weight_VxC, targets_N, dtype, False, False, softcap or 0.0)[0]
 
 
 def _matmul_dtype(features: Tensor) -> torch.dtype:
-    """Return the dtype in which matrix products of `features` run: autocast's where that is enabled, but fp64 stays
-    fp64."""
+    """Return the dtype in which matrix products of `features` run. fp64 stays fp64 under autocast."""
     device = features.device.type
     if torch.is_autocast_enabled(device) and features.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -87,10 +80,7 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
 def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = torch.float32) -> int:
     """Return the number of rows per chunk for `rows` rows of `width` logits. Only the last chunk may have fewer rows.
 
-    A chunk has at most CHUNK_LOGITS[device_type] logits, but always at least one row. A device type that is not in
-    CHUNK_LOGITS has the CPU's limit. On a CPU, the limit is twice as high for 16-bit logits. In fp16, a chunk has at
-    most FP16_ROWS rows. If these limits allow at least TILE rows per chunk, the number of rows is a multiple of TILE.
-    Under these conditions, there are as few chunks as possible, and the chunks are as equal as possible.
+    There are as few chunks as CHUNK_LOGITS, FP16_ROWS and TILE allow, and they are as equal as possible.
     """
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:
@@ -116,12 +106,11 @@ def _loss_and_gradients(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean cross-entropy, and N times its gradients with respect to the features (in `product_dtype`) and
-    the weight (in the weight's dtype). The gradients have no rows unless `needs_grad`. `compiled` selects the compiled
-    kernel. `softcap` is 0 for no cap.
+    the weight (in the weight's dtype). The gradients have no rows unless `needs_grad`. `softcap` is 0 for no cap.
 
     With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y (with a soft-cap, times its
     slope), so that one pass over the logits gives the loss and both gradients. The division by N is left to the
-    backward pass, after the matrix products, because p - y divided by N would underflow in fp16.
+    backward pass, because p - y divided by N would underflow in fp16.
     """
     inputs = features_NxC, weight_VxC, targets_N, product_dtype, needs_grad, compiled, softcap
     losses_N, grad_features, grad_weight = _row_losses(*inputs)
@@ -137,8 +126,8 @@ def _row_losses(
     compiled: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `_loss_and_gradients`, with the losses of the rows (N) in place of their mean. `dtype` is
-    the dtype of the matrix products."""
+    """Return the results of `_loss_and_gradients`, with the losses of the rows (N) in place of their mean. Matrix
+    products are in `dtype`."""
     (rows, dim), vocab = features_NxC.shape, weight_VxC.shape[0]
     with torch.no_grad(), torch.autocast(features_NxC.device.type, enabled=False):
         features = features_NxC.to(dtype)
@@ -163,8 +152,8 @@ def _row_losses(
 def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tensor:
     """Return the weight in `dtype`, padded with rows of zeros to a multiple of TILE if `whole_tiles`.
 
-    GPT-2's vocabulary of 50,257 is odd. Without padding, most rows of logits would begin at an address that is not
-    aligned for vector loads.
+    Without padding, most rows of logits of GPT-2's 50,257 tokens would begin at an address that is not aligned for
+    vector loads.
     """
     vocab, dim = weight_VxC.shape
     missing = -vocab % TILE if whole_tiles else 0
@@ -177,9 +166,8 @@ def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tenso
 
 
 def _add_product(total_WxC: Tensor, errors_RxW: Tensor, features_RxC: Tensor, *, is_first: bool) -> None:
-    """Add errors.T @ features to `total_WxC`, which may have a higher precision than the two factors. If `is_first`,
-    overwrite `total_WxC` with the product. A GPU adds in the higher precision, without writing the product to memory.
-    A CPU rounds the product to the factors' precision first, because torch has no such operation for CPUs."""
+    """Add errors.T @ features to `total_WxC`, or overwrite it with the product if `is_first`. On a CPU the product is
+    rounded to the factors' precision first, because torch cannot add it in the precision of `total_WxC` there."""
     beta = 0 if is_first else 1
     if total_WxC.dtype == errors_RxW.dtype:
         torch.addmm(total_WxC, errors_RxW.T, features_RxC, beta=beta, out=total_WxC)
@@ -201,7 +189,7 @@ def _shapes(
     compiled: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized tensors with the shapes and dtypes of `_loss_and_gradients`' results, for torch.compile."""
+    """Return uninitialized tensors like the results of `_loss_and_gradients`, for torch.compile."""
     loss = features_NxC.new_empty((), dtype=torch.promote_types(features_NxC.dtype, torch.float32))
     rows, vocab = (features_NxC.shape[0], weight_VxC.shape[0]) if needs_grad else (0, 0)
     dim = features_NxC.shape[1]
@@ -219,8 +207,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 @once_differentiable
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """Return the gradients with respect to features and weight, and None for the other inputs. All are None if
-    `grad_loss` is."""
+    """Return the gradients with respect to features and weight, and None for the other inputs."""
     if grad_loss is None:
         return (None,) * INPUTS
     grad_features, grad_weight = ctx.saved_tensors
@@ -248,9 +235,7 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_save)
 def eager_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
-    """Write the loss of each row of a chunk of logits to `losses_R`. If `wants_errors`, overwrite the logits with the
-    gradient of the loss, otherwise perhaps with other values. The rows are processed a few at a time, by separate torch
-    operations."""
+    """Compute a chunk's losses and gradients by separate torch operations, on a few rows at a time."""
     slice_logits = SLICE_LOGITS.get(logits_RxW.device.type, SLICE_LOGITS["cpu"])
     if logits_RxW.device.type == "cpu":
         slice_logits *= torch.get_num_threads()  # all threads share a slice, and wait for each other after each op
@@ -284,11 +269,10 @@ def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
 def fused_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
-    """Do the same as `eager_kernel`, in a form for torch.compile: as one reduction over whole rows, of which the
-    compiler makes a single kernel that reads and writes the logits in their own precision.
+    """Do the same as `eager_kernel`, in a form of which torch.compile makes a single kernel.
 
     Columns are compared with the target instead of indexed by it, because a gather or a scatter would be a separate
-    kernel, and the whole chunk would have to be written to memory in fp32 in between.
+    kernel.
     """
     columns_W = torch.arange(logits_RxW.shape[1], device=logits_RxW.device, dtype=torch.int32)
     products = logits_RxW.to(losses_R.dtype)

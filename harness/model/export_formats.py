@@ -36,10 +36,9 @@ FORMATS = {
 
 
 def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
-    """Return, for each format, the keys of model.json that would have to change so that the format could represent the
-    model, each with the value or values that the format needs, as text. The list is empty for a format that can
-    represent the model as it is. Keys that only go with another one in the list (`rope_base`, `norm_gain`) are left
-    out. Formats with the shortest lists come first."""
+    """Return, for each format, the keys of model.json that would have to change, each with the values that the format
+    needs, as text. The list is empty for a format that can represent the model. Formats with the shortest lists come
+    first."""
     like_gpt2 = {"n_kv_heads": (None, shape.n_heads), "head_dim": (None, shape.emb_dim // shape.n_heads)}
     missing = {}
     for name, options in FORMATS.items():
@@ -66,8 +65,8 @@ def native_class(shape: ModelConfig) -> str | None:
 
 
 def describe_formats(shape: ModelConfig) -> str:
-    """Return, as text, the names of the formats that a model of this shape can be exported to. If no native class of
-    transformers is among them, the text also says which keys model.json would need for the nearest native class."""
+    """Return, as text, the formats that a model of this shape can be exported to, and the keys that keep it from a
+    native class of transformers."""
     missing = missing_for_export(shape)
     possible = [name for name in missing if not missing[name]]
     if native_class(shape) is None:
@@ -78,8 +77,8 @@ def describe_formats(shape: ModelConfig) -> str:
 
 
 def check_for_notebook(shape: ModelConfig, source: Path) -> None:
-    """Raise UserError if the training program of Giles Thomas's lab notebook (the format "notebook") cannot compute a
-    model of this shape. The error names the keys to change, and `source` (the file with the shape)."""
+    """Raise UserError, naming `source` (the file with the shape), if the format "notebook" cannot represent the
+    model."""
     missing = missing_for_export(shape)[NOTEBOOK]
     if missing:
         raise UserError(

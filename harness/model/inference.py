@@ -27,8 +27,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class KeyValueCache:
     """Keys and values of all attention layers, and the number of tokens in each row.
 
-    Rows may have unequal lengths, because the tokens given to `take` can be padded on the right. Keys and values of
-    padding are stored, too, but no token attends to their positions until the row's next tokens have overwritten them.
+    Rows may have unequal lengths, because new tokens can be padded on the right. Padding is stored, too, but no real
+    token attends to it.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,8 @@ class KeyValueCache:
         self._last_Bx1: Tensor | None = None  # the last token of each row, NO_TOKEN for an empty row
 
     def take(self, tokens_BxT: Tensor, lengths: list[int] | None) -> Tensor:
-        """Prepare the cache for new tokens: `lengths[b]` tokens in row b, followed by padding (None: no padding). The
-        new tokens continue the rows of the cache, or begin B rows if it is empty. Must be called before the layers call
-        `extend`. Sets `previous`, and returns the tokens' positions (B, T)."""
+        """Prepare the cache for new tokens, and return their positions (B, T). Row b has `lengths[b]` new tokens,
+        followed by padding (None: no padding). Must be called before the layers call `extend`."""
         if lengths is None:
             lengths = [tokens_BxT.shape[1]] * len(tokens_BxT)
         before = self.lengths or [0] * len(lengths)
@@ -76,7 +75,7 @@ class KeyValueCache:
         return keys[:, :, : self.count], values[:, :, : self.count], self.visible
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only the rows with these indices, in this order. Does nothing if the cache is empty."""
+        """Keep only the rows with these indices, in this order."""
         if self._last_Bx1 is None:
             return
         index = torch.tensor(rows, device=self._last_Bx1.device)

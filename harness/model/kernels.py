@@ -1,5 +1,5 @@
-"""Choice of the kernels that compute a model: compiled kernels or torch's own, and which kernel computes attention. If
-train.json has "deterministic": true, only kernels that compute the same bits every time are chosen."""
+"""Choice of the kernels that compute a model and its attention. With "deterministic": true in train.json, only kernels
+that compute the same bits every time are chosen."""
 
 from __future__ import annotations
 
@@ -45,11 +45,8 @@ _chosen_attention = ExitStack()  # its `close` undoes this process's choice of a
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return True if the model is to be compiled. `setting` is train.json's `compile`. True means yes; "auto" means yes
-    on a GPU if this machine has all tools that compiling needs.
-
-    Raises UserError if `setting` is true and a tool is missing.
-    """
+    """Return True if the model is to be compiled. `setting` is train.json's `compile`; "auto" means yes on a GPU if
+    this machine has all tools that compiling needs. Raises UserError if `setting` is true and a tool is missing."""
     wanted = setting is True or (setting == "auto" and device.type == "cuda")
     missing = missing_tool(device) if wanted else None
     if missing and setting is True:
@@ -58,8 +55,8 @@ def should_compile(setting: bool | Literal["auto"], device: torch.device) -> boo
 
 
 def not_compiled(setting: bool | Literal["auto"], device: torch.device) -> str | None:
-    """Return a note for the user if `setting` is "auto" and the model is not compiled on a GPU because a tool is
-    missing. Return None in all other cases."""
+    """Return a note for the user if the model is not compiled on a GPU because a tool is missing, though `setting` is
+    "auto". Return None otherwise."""
     missing = missing_tool(device) if setting == "auto" and device.type == "cuda" else None
     return f"{NOT_COMPILED}: compiling needs {missing}" if missing else None
 
@@ -77,9 +74,8 @@ def run_eagerly(model: nn.Module) -> None:
 
 
 def missing_tool(device: torch.device) -> str | None:
-    """Return the name of a missing tool that torch.compile needs for `device`, with the way to install it. Return None
-    if nothing is missing. The tools are a compiler and Python.h. If CC (on a CPU: CXX) is set, the compiler is not
-    checked. Without this check torch.compile would fail, but only minutes later."""
+    """Return the name of a missing tool that torch.compile needs for `device`, with the way to install it, or None if
+    nothing is missing. Without this check torch.compile would fail, but only minutes later."""
     language, variable, names = (
         ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++", "clang++"))
     )
@@ -94,11 +90,9 @@ def missing_tool(device: torch.device) -> str | None:
 def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Make this process compute attention with the kernel that `setting`, train.json's `attention`, names. "auto" means
     FlashAttention 3 or 4 if it is installed and can compute this model's attention, and else torch's choice. Calls that
-    the kernel cannot compute, such as those with a mask or in fp32 for samples, take another kernel. On a GPU this also
-    calls `avoid_rounded_dropout`. On a CPU it only undoes the choice of an earlier call.
+    the kernel cannot compute, such as those with a mask or in fp32 for samples, take another kernel.
 
-    Raises UserError if the kernel cannot train a model of this shape in `dtype` on this GPU, or if "auto" finds a
-    FlashAttention package that cannot be loaded.
+    Raises UserError if the kernel cannot train a model of this shape in `dtype` on this GPU, or cannot be loaded.
     """
     _chosen_attention.close()
     drop_rate = model.drop_rates.attention_weights
@@ -129,12 +123,8 @@ def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: 
 
 
 def _newer_flash(call: SDPAParams, device: torch.device) -> str | None:
-    """Activate the first of NEWER_FLASH that is installed, known to this version of torch and made for this GPU, and
-    return its name. Returns None if there is none, if `call` has dropout, or if torch's own FlashAttention cannot
-    compute `call`, as in fp32.
-
-    Raises UserError if one is installed and cannot be loaded.
-    """
+    """Activate the first of NEWER_FLASH that is installed and can compute `call` on this GPU, and return its name, or
+    None if there is none. Raises UserError if one is installed and cannot be loaded."""
     attention = torch.nn.attention
     known: list[str] = getattr(
         attention, "list_flash_attention_impls", list
@@ -165,7 +155,7 @@ def attention_in_use(setting: str, device: torch.device) -> str | None:
 
 
 def explain_failed_attention(error: BaseException) -> str | None:
-    """Return a one-line message if an attention kernel raised `error`, or None for any other error."""
+    """Return a one-line message if an attention kernel raised `error`, else None."""
     found = ATTENTION_FAILED.search(str(error))
     return found and (
         f'train.json: key "attention": the attention kernel failed ({found.group().strip()}); {OTHER_ATTENTION}, or '
@@ -175,8 +165,7 @@ def explain_failed_attention(error: BaseException) -> str | None:
 
 def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
     """Disable cuDNN's attention kernel in this process if it may round `drop_rate`, that is, unless the rate is a
-    multiple of 1/16. Does nothing on a CPU, or from torch 2.12 on, which itself avoids the kernel for such rates.
-    Earlier versions prefer it on Hopper and Blackwell whatever the rate is
+    multiple of 1/16. From 2.12 on, torch itself avoids the kernel for such rates
     (https://github.com/pytorch/pytorch/pull/174245)."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if device.type == "cuda" and version < (2, 12) and not (drop_rate * CUDNN_DROPOUT_STEPS).is_integer():
@@ -185,11 +174,11 @@ def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
 
 def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
     """Return a note for the user if FlashAttention 2 drops a slightly different share of weights than `drop_rate`, or
-    None if the share is exact or `device` is not a GPU. The caller checks that FlashAttention may be used.
+    None otherwise. The caller checks that FlashAttention may be used.
 
     FlashAttention 2 keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the share is a
-    multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention). Before Ampere
-    (compute capability 8.0) it does not run, and no note is needed.
+    multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention). It needs
+    compute capability 8.0.
     """
     share = 1 - (math.floor(255 * (1 - drop_rate)) + 1) / 256
     if device.type != "cuda" or math.isclose(share, drop_rate, abs_tol=1e-9):
@@ -204,9 +193,9 @@ def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
 
 
 def waiting_experts(device: torch.device, precision: str) -> str | None:
-    """Return a note for the user if the CPU waits for this GPU in each of the experts' matrix products, or None if it
-    does not. Except in bf16 on Hopper and data center Blackwell, torch's grouped products read the number of rows of
-    each expert on the CPU (pytorch issue 186620)."""
+    """Return a note for the user if the CPU waits for this GPU in each of the experts' matrix products, or None if not.
+    Except in bf16 on Hopper and data center Blackwell, torch's grouped products read the number of rows of each expert
+    on the CPU (pytorch issue 186620)."""
     if device.type != "cuda" or (precision == "bf16" and torch.cuda.get_device_capability(device)[0] in (9, 10)):
         return None
     return (
@@ -216,8 +205,7 @@ def waiting_experts(device: torch.device, precision: str) -> str | None:
 
 
 def tune_by_coordinate_descent() -> None:
-    """Let torch.compile, in this process, search for faster variants of each kernel by changing one tuning parameter at
-    a time."""
+    """Let torch.compile, in this process, search for faster variants of each kernel."""
     # Private: the public options= of Module.compile() would not reach the loss's kernel, which is compiled separately.
     import torch._inductor.config
 
@@ -229,10 +217,8 @@ def tune_by_coordinate_descent() -> None:
 
 def compute_deterministically() -> None:
     """Make all later operations of this process deterministic, eager or compiled. An operation without a deterministic
-    form then raises RuntimeError (see `explain_nondeterminism`). Must be called before the first use of CUDA.
-
-    Raises UserError if CUBLAS_WORKSPACE_CONFIG is set to a value with which cuBLAS is not deterministic.
-    """
+    form then raises RuntimeError (see `explain_nondeterminism`). Must be called before the first use of CUDA. Raises
+    UserError if CUBLAS_WORKSPACE_CONFIG is set to a value that forbids this."""
     workspace = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
     if workspace not in CUBLAS_WORKSPACES:
         raise UserError(
@@ -266,8 +252,7 @@ def compute_deterministically() -> None:
 
 
 def explain_nondeterminism(error: BaseException) -> str | None:
-    """Return a one-line message if torch raised `error` because an operation is not deterministic, or None for any
-    other error."""
+    """Return a one-line message if torch raised `error` because an operation is not deterministic, else None."""
     before, found, _ = str(error).partition(NO_DETERMINISTIC_FORM)
     if not found:
         return None

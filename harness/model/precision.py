@@ -52,18 +52,15 @@ class Precision:
 
     @classmethod
     def for_training(cls, name: str, device: torch.device) -> Precision:
-        """Return the same as `resolve`, except that "auto" also means bf16 on CPUs with fast bf16, where a step takes
-        about 0.5 to 0.6 of its fp32 time (docs/LOG.md)."""
+        """Return the same as `resolve`, but "auto" also means bf16 on CPUs with fast bf16, where a step takes about 0.5
+        to 0.6 of its fp32 time (docs/LOG.md)."""
         if name == "auto" and device.type == "cpu" and has_fast_bf16():
             name = "bf16"
         return cls.resolve(name, device)
 
     def residual_dtype(self, wanted: str) -> torch.dtype | None:
-        """Return the dtype of the residual stream. `wanted` is train.json's `residual_precision`. Returns
-        torch.bfloat16 for "bf16", and None for "fp32". None means the dtype of the weights.
-
-        Raises UserError for "bf16" if the matrix products run in another precision.
-        """
+        """Return the dtype of the residual stream, or None for the dtype of the weights. `wanted` is train.json's
+        `residual_precision`. Raises UserError for "bf16" if the matrix products run in another precision."""
         if wanted == "fp32":
             return None
         if self.name != "bf16":
@@ -75,23 +72,19 @@ class Precision:
 
     def update_dtype(self) -> torch.dtype | None:
         """Return the dtype of the matrix products in the optimizer Muon: bf16 if training is in bf16 and the device
-        computes bf16 fast. Otherwise return None, which means the dtype of the weights."""
+        computes bf16 fast, else None for the dtype of the weights."""
         is_fast = self.device_type != "cpu" or has_fast_bf16()
         return torch.bfloat16 if self.name == "bf16" and is_fast else None
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context manager in which a forward pass runs: autocast, or for fp32 one without effect."""
+        """Return the context manager in which a forward pass runs."""
         if self.name == "fp32":
             return nullcontext()
         return torch.autocast(self.device_type, DTYPES[self.name])
 
     def allow_tf32(self) -> None:
         """Let tensor cores compute fp32 matrix products as TF32, from now on in this process, if the precision is fp32
-        on a CUDA device.
-
-        On GPUs that have TF32 (Ampere and later), the products are then several times as fast. Their factors are
-        rounded to TF32's 10 bits of mantissa, and the sums are in fp32.
-        """
+        on a CUDA device. Factors are rounded to TF32's 10 bits of mantissa, and sums are in fp32."""
         if self.name == "fp32" and self.device_type == "cuda":
             torch.set_float32_matmul_precision("high")
 

@@ -40,9 +40,9 @@ TensorKind = tuple[tuple[int, ...], str]  # shape and dtype (torch's name) of a 
 
 
 def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:
-    """Return the entries of a weights file (tensors, or values of any other type) by public name: without the causal
-    masks (`att.mask` buffers), and without the prefixes of wrappers around the model. If the output head and the token
-    embedding are `tied` and only one of them is in the file, its entry is returned under both names."""
+    """Return the entries of a weights file by public name: without the causal masks (`att.mask` buffers), and without
+    the prefixes of wrappers around the model. If output head and token embedding are `tied` and only one of them is in
+    the file, its entry is returned under both names."""
     found = {name: value for name, value in offered.items() if not name.endswith(".att.mask")}
     while prefix := next((each for each in WRAPPERS if found and all(name.startswith(each) for name in found)), ""):
         found = {name.removeprefix(prefix): value for name, value in found.items()}
@@ -54,9 +54,8 @@ def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Off
 
 
 def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]], source: Path) -> None:
-    """Raise UserError if the tensors of a file (`offered`) do not have the names and shapes in `wanted`, or if a dtype
-    is not one of LOADABLE. The error names `source` and the first SHOWN_DIFFERENCES faults: those of the tensors in
-    `wanted`, in their order, then the tensors that only the file has."""
+    """Raise UserError, naming `source`, if the tensors of a file (`offered`) do not have the names and shapes in
+    `wanted`, or if a dtype is not one of LOADABLE."""
     faults = []
     for name, shape in wanted.items():
         found, dtype = offered.get(name, (None, ""))
@@ -79,8 +78,8 @@ def unreadable(path: Path, error: SafetensorError | OSError) -> UserError:
 
 
 def check_weights_file(path: Path, config: ModelConfig) -> None:
-    """Raise UserError if a safetensors file is missing or unreadable, or if `check_tensors` finds faults in it for the
-    model that `config` describes. Reads only its header."""
+    """Raise UserError if a safetensors file cannot be read, or does not hold the model that `config` describes. Reads
+    only its header."""
     try:
         refuse_special(path)
         with safe_open(path, "numpy") as file:

@@ -24,8 +24,7 @@ FUSED = ".att.qkv."
 
 def check_memory(config: ModelConfig) -> None:
     """Raise UserError if this machine's free memory cannot hold even the weights in fp32. Must be called before the
-    model is created, because Linux overcommits memory, and its OOM killer gives no message. Does nothing if torch's
-    default device is not the CPU."""
+    model is created, because Linux overcommits memory, and its OOM killer gives no message."""
     needed = config.parameters * WEIGHT_BYTES
     if torch.get_default_device().type == "cpu" and needed > free_memory():
         raise UserError(
@@ -48,8 +47,8 @@ def split_fused(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Ten
 
 
 def checkpoint_views(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors of a model's state dict under the names that they have in checkpoints, as views, not copies. A
-    fused tensor gives several views."""
+    """Return the tensors of a model's state dict under the names that they have in checkpoints, as views, not
+    copies."""
     split = (split_fused(name, tensor.detach(), config) for name, tensor in state.items())
     return {name: part for parts in split for name, part in parts.items()}
 
@@ -60,12 +59,8 @@ def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
 
 
 def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
-    """Check that a weights file holds the model that `config` describes, and return its tensors under the names that
-    they have in checkpoints.
-
-    The file may have `att.mask` buffers and the prefix of a wrapper around the model, and may lack one of two tied
-    tensors. Raises UserError, naming `source` and the faults, as `check_tensors` does, and if two tied tensors differ.
-    """
+    """Return the tensors of a weights file under their names in checkpoints. Raises UserError, naming `source`, if they
+    are not those of the model that `config` describes."""
     tensors = public_names(offered, tied=config.tie_weights)
     check_tensors(kinds_of(tensors), config.tensor_shapes(), source)
     if config.tie_weights and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
@@ -74,8 +69,7 @@ def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, so
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises UserError if the file is missing, unreadable or not a regular
-    file."""
+    """Return the tensors of a safetensors file. Raises UserError if the file cannot be read."""
     try:
         refuse_special(path)
         return load_file(path)
@@ -84,8 +78,8 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. The tensors must be contiguous and share no memory. Raises SafetensorError or OSError
-    if the file cannot be written."""
+    """Write a safetensors file. The tensors must be contiguous and share no memory. Raises SafetensorError or
+    OSError."""
     path.touch()
     mode = path.stat().st_mode  # as the umask asks; safetensors replaces the file by one with mode 0600
     save_file(tensors, path, metadata={"format": "pt"})
