@@ -33,8 +33,8 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
     """Return the device for rank `local_rank` of the `local_size` ranks on this machine: CUDA device `local_rank`, or
     the CPU if torch finds no GPU. Makes the CUDA device torch's current device.
 
-    Raises UserError if this rank cannot have a CUDA device of its own, or if torch fails to use the machine's GPUs,
-    because nobody wants to pay for GPUs and train on the CPU.
+    Raises UserError if there are fewer CUDA devices than ranks, if another process has taken this rank's, or if a CUDA
+    build of torch cannot use GPUs that the user has not hidden: nobody wants to pay for GPUs and train on the CPU.
     """
     if not torch.cuda.is_available():
         found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))

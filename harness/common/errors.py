@@ -169,7 +169,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
-    """Print the message of `end`, unless it is RunStopped, and exit with its status.
+    """Print the message of `end`, unless it is RunStopped or another thread has printed a reason, and exit.
 
     Another rank prints the reason for a PeerError. A wrong file makes all ranks of a machine raise the same UserError,
     which the first prints (`is_first`). A rank that leaves the message to another prints its own only if its launcher

@@ -70,8 +70,8 @@ class HubWork:
         return self.call(function, retries=retries - 1)
 
     def _explain(self, error: BaseException) -> tuple[str, str, bool]:
-        """Return the problem, the remedy, and True if a retry can help. huggingface_hub wraps errors in others that say
-        less."""
+        """Return the problem, the remedy, and True if a retry can help. Examines the causes of `error`, too, because
+        huggingface_hub wraps errors in others that say less."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, hub_errors.HfHubHTTPError):

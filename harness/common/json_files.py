@@ -67,7 +67,7 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
 def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place: str) -> None:
     """Raise UserError if `raw`, which the file `path` records under the key `place`, has a value that `kind` does not
     allow for its key. Another version may have written `raw`, so these are accepted: missing and unknown keys, null,
-    other words for a Literal, and values that only our own validators refuse."""
+    other values for a Literal, and values that only our own validators refuse."""
     known = {key: raw[key] for key in kind.model_fields if raw.get(key) is not None}
     try:
         kind.model_validate(known)

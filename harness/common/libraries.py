@@ -29,7 +29,7 @@ MOST_COMPILERS = 32  # most processes that compile kernels for a rank; torch's o
 def configure_libraries() -> None:
     """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS, unless the user has set them.
 
-    Each rank gets an equal share of the usable cores, because all ranks of this machine compile at the same time.
+    Each rank compiles on an equal share of the usable cores, because all ranks of the machine compile at the same time.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

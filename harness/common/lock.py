@@ -61,7 +61,7 @@ class RunLock:
         process": "trained" for a run, "made" for a dataset.
 
         Waits up to LEAVING_SECONDS for an owner whose launcher has ended. Raises UserError if another process holds the
-        lock, and RunError if the file cannot be written.
+        lock (or, on a file system without locks, may hold it), and RunError if the file cannot be written.
         """
         with _writing(path):  # the file stays open: the system closes it, and frees the lock, when this process ends
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -106,7 +106,7 @@ class RunLock:
 
 
 def release(path: Path) -> None:
-    """Give up the lock `path`, if this process holds it, before this process ends."""
+    """Give up the lock `path` if this process holds it."""
     if (descriptor := _held.pop(path, None)) is not None:
         os.close(descriptor)
 

@@ -232,8 +232,8 @@ def give_back_under_a_limit() -> None:
 
 
 def keep_if_ample(free_bytes: int) -> None:
-    """Make the C library keep freed blocks from now on, if `free_bytes`, the free memory that this process may use, is
-    at least AMPLE times the process's peak memory.
+    """Make the C library keep freed blocks from now on, if this process's writable memory is not limited, and
+    `free_bytes`, the free memory that it may use, is at least AMPLE times its peak memory.
 
     That much must be free because gaps between kept blocks can raise memory use by half, and because the optimizer's
     state may still have to be allocated.

@@ -125,7 +125,7 @@ def launcher_name() -> str:
 
 
 def has_ended(name: str) -> bool:
-    """Return True if the launcher on this machine whose `launcher_name` is `name` is known to have ended."""
+    """Return True if the launcher `name` (from `launcher_name`) of this machine is known to have ended."""
     pid, _, started = name.partition(" ")
     return pid.isdecimal() and started.isdecimal() and start_time(int(pid)) != started
 

@@ -60,7 +60,7 @@ def resampled_means(scores_QxM: np.ndarray, seed: int) -> np.ndarray:
 
 def estimate_of_mean(value: float, resampled: np.ndarray, *, count: int, bounds: tuple[float, float]) -> Estimate:
     """Return `value`, the mean of `count` values, with its 95 % interval. `resampled` has the means of the resamples.
-    `bounds` are the smallest and the largest possible mean.
+    `bounds` are the smallest and the largest possible mean, at which the interval is cut.
 
     The bootstrap's interval is too narrow for few values, so it is widened (Hesterberg 2015, The American Statistician
     69:371). For a single value, and for fewer than FEW equal values, it is `bounds` itself.

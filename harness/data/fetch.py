@@ -44,8 +44,9 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
 
 
 def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hub: bool) -> None:
-    """Raise UserError if a dataset is neither on this machine nor obtainable, or if its folder lacks one of the splits.
-    Downloads nothing. If `ask_hub` is false, make no network call, and assume that the Hub has the dataset."""
+    """Raise UserError if a dataset is neither on this machine nor obtainable, or if its folder has files but lacks one
+    of the splits. Downloads nothing. If `ask_hub` is false, make no network call, and assume that the Hub has the
+    dataset."""
     if is_present(datasets_dir, name, splits):
         return
     if name.startswith("builtin/"):

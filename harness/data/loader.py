@@ -106,7 +106,7 @@ class BatchSchedule:
 
         `available` is the number of tokens from the starting token on, in all passes over the data. The steps need one
         token more than they read as inputs, because the last input's target is the token after it. Raises UserError if
-        there are too few tokens, or too few for one step.
+        there are too few tokens; for -1, too few for one step.
         """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1

@@ -119,7 +119,8 @@ class Overlap(BaseModel):
 
 def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: int) -> Overlap:
     """Read the whole training text, and return how much of a held-out split occurs in it. Both must have the same
-    tokenizer. Of a long split, a sample of about MOST_NGRAMS 13-grams is compared."""
+    tokenizer. Of a long split, a sample of about MOST_NGRAMS 13-grams is compared. Documents without a compared 13-gram
+    are not counted."""
     below = sampled_below(len(held_out))
     every, owners = _ngrams_by_document(held_out, eot_token, below)
     index = NgramIndex(every)

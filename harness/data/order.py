@@ -91,7 +91,7 @@ class WindowOrder:
 
 def interleave(weights: Sequence[float]) -> np.ndarray:
     """Return the indices of items with these weights, in the order in which the items take turns: (turns,) int64. The
-    sequence is to be repeated. In it, each item has about its share, rounded to a multiple of 1 / PERIOD, but not to 0.
+    sequence is to be repeated. In it, each item has about its share, and at least one turn.
 
     The turns are those of smooth weighted round-robin, as in nginx.
     """

@@ -256,7 +256,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
 
     The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
     `vocab_size` must be at least 257 (every byte, and end-of-text) plus the number of `special_tokens`. Raises
-    UserError if the text is too small for so many tokens, or if an ordinary token is spelt like a special token.
+    UserError if the text is too small for so many tokens, or if an ordinary token is spelt like a special token, and
+    OSError if the file cannot be written.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers

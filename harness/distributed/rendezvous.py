@@ -3,8 +3,8 @@ them.
 
 torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts. So stale
 entries of an earlier start could be read as current ones. TORCHELASTIC_RESTART_COUNT cannot distinguish the starts,
-because every node counts its own. So rank 0 generates a random id for each start, which every other rank requests under
-a random name of its own.
+because every node counts its own. So rank 0 generates a random id for each start. Every other rank requests it under a
+random name of its own, and so cannot get an answer that was meant for another start.
 """
 
 from __future__ import annotations

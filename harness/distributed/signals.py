@@ -51,7 +51,7 @@ class StopRequest:
 
     def hang_up(self) -> None:
         """Record SIGHUP as the signal that asks this process to stop. Called when the launcher has ended, or when
-        nobody reads the output any more, which does not matter under nohup."""
+        nobody reads the output any more. The latter does not matter under nohup."""
         if is_launcher_gone() or not ignores_hangup():
             self.signal = signal.SIGHUP
 
@@ -72,7 +72,8 @@ class StopRequest:
             step_seconds = time.monotonic() - began
             # If steps are long, exchange the signals at once. The next step may take longer than the 30 seconds after
             # which torchrun kills a rank that has received a signal. `longest_seconds`, the time of an earlier step on
-            # the slowest rank, is the same on all ranks, so all make this exchange or none.
+            # the slowest rank, is the same on all ranks, so all make this exchange or none. After a long step the ranks
+            # have waited for one another anyway, so the exchange costs nothing.
             if longest_seconds >= LONG_STEP_SECONDS and step != steps[-1]:
                 self.raise_if_set(world)
         wait_for_maxima()
@@ -95,8 +96,8 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 
 @dataclass(frozen=True)
 class SharedWork:
-    """An evaluation in numbered pieces, such as the microbatches of a validation, which a request to stop interrupts.
-    If `shared` is true, rank r of N does the pieces r, r + N, r + 2 N and so on; otherwise rank 0 does all pieces.
+    """An evaluation in numbered pieces, such as the microbatches of a validation. A request to stop interrupts it. If
+    `shared` is true, rank r of N does the pieces r, r + N, r + 2 N and so on; otherwise rank 0 does all pieces.
     `place` names the evaluation in messages and in meta.json."""
 
     world: World
@@ -109,8 +110,9 @@ class SharedWork:
         their sum does not depend on how the ranks divided the work. Collective.
 
         `work` is given an iterator over the numbers of this rank's pieces and returns their results, or an exception,
-        which is then raised on every rank. The iterator can raise Interrupted, which `work` must not catch. Raises
-        RunStopped on every rank if a request to stop has interrupted any rank.
+        which is then raised on every rank. The iterator can raise Interrupted, which `work` must not catch. Each piece
+        counts as progress for the watchdog. Raises RunStopped on every rank if a request to stop has interrupted any
+        rank.
         """
         watchdog, rank = self.world.watchdog, self.world.rank
         ranks = self.world.size if self.shared else 1

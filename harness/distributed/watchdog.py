@@ -76,7 +76,7 @@ FIRST_EXCHANGE = Place(0, "start")
 
 @dataclass(frozen=True)
 class Milestone:
-    """Point that a rank passes in its work on a step."""
+    """Point that a rank passes in its work on a step: a call of `Watchdog.guard`, `beat` or `idle`."""
 
     place: str
     progress: list[int]  # [Place.order, parts done]: a rank with a smaller list is behind
@@ -165,7 +165,8 @@ def device_progress(device: torch.device) -> Progress:
 
 
 class Watchdog:
-    """Watcher of all ranks, in threads of this rank's process. Until it is started, it watches no rank."""
+    """Watcher of all ranks, in threads of this rank's process. The main thread calls `guard`, `beat` and `idle`. Until
+    the watchdog is started, it watches no rank."""
 
     def __init__(
         self,

@@ -245,8 +245,8 @@ def _without_interrupts() -> Iterator[None]:
     """Delay STOPPING_SIGNALS in this process until the end of the `with` body. In the processes that the body starts,
     block all of these signals except SIGTERM, which the process pool needs to end its processes.
 
-    A terminal sends its signals to all of its processes, but only this process should handle them. An earlier reaction
-    would interrupt the start of a process, and the half-started process would print an error.
+    A terminal sends its signals to all of its processes, but only this process should handle them. A signal during the
+    start of a process would interrupt it, and the half-started process would print an error.
     """
     noted: list[int] = []
     blocked = set(STOPPING_SIGNALS) - {signal.SIGTERM}

@@ -86,8 +86,9 @@ class SplitRules:
 
 def draws(first: int, count: int) -> np.ndarray:
     """Return a pseudorandom number (the draw) for each of the `count` documents from number `first` on: (count,)
-    float64, uniform in [0, 1). A draw depends only on the document's number. The raw words of Philox are used because
-    they are the same in every version of numpy."""
+    float64, uniform in [0, 1). A draw depends only on the document's number. Documents without text, or left out by
+    --exclude, are not numbered. The raw words of Philox are used because they are the same in every version of
+    numpy."""
     words = 4  # raw words that Philox makes from each counter value
     raw = np.random.Philox(key=DRAWING_KEY, counter=first // words).random_raw(first % words + count)
     return (raw[first % words :] >> np.uint64(11)) * 2.0**-53
