@@ -115,8 +115,8 @@ class TrainState(Progress):
         The level is an exponential moving average of the loss over about `patience` / 2 reports. The run has diverged
         if the level has been more than DIVERGED_BY above its lowest value for at least `patience` times `interval`
         global steps, and the last validation loss, if there is one, is more than DIVERGED_BY / 2 above the lowest
-        validation loss. Each loss, finite or not, is capped at the lowest level plus twice DIVERGED_BY, so that a spike
-        is soon forgotten.
+        validation loss. Once there is a lowest value, each loss, finite or not, is capped at that value plus twice
+        DIVERGED_BY, so that a spike is soon forgotten.
 
         Without validation there are false alarms if the text stays much harder for a long time, or if a report covers
         only a few hundred tokens.

@@ -59,9 +59,9 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 
 
 def choose_start(folder: Path, name: str | None) -> Path | None:
-    """Return the checkpoint to resume from: `name` or, if it is None, `latest`. If the link `latest` is lost, return
-    the newest checkpoint. Return None if `name` is None and there is no checkpoint. Raises UserError if `name` or the
-    target of `latest` is missing."""
+    """Return the checkpoint to resume from: `name` or, if it is None, `latest`, even if there is a newer one. If the
+    link `latest` is lost, return the newest checkpoint. Return None if `name` is None and there is no checkpoint.
+    Raises UserError if `name` or the target of `latest` is missing."""
     latest = folder / LATEST
     if name not in (None, LATEST) or latest.is_symlink():
         return find_checkpoint(folder, LATEST if name is None else name)

@@ -48,7 +48,7 @@ def _tell_left_out(reason: str) -> None:
 
 def _plain_name(runs_dir: Path, text: str) -> str:
     """Return the name of the run that `text` gives: this name, or the path of the run's folder in `runs_dir`. The run
-    need not exist. Raises UserError if it is neither."""
+    need not exist. Raises UserError if `text` is neither."""
     text = text.rstrip(os.sep)
     if os.sep not in text or "\0" in text:
         return check_name(text, "run")

@@ -254,8 +254,8 @@ def rough_duration(seconds: float) -> str:
 
 
 def read_progress(path: Path) -> RunProgress | None:
-    """Return the newest numbers of the last training in a metrics.jsonl, or None if there are none. Raises UserError if
-    the file cannot be read."""
+    """Return the newest numbers of the last training in a metrics.jsonl, or None if there are none or no file. Raises
+    UserError if the file cannot be read."""
     last: Event | None = None
     train: TrainEvent | None = None
     validation: ValidationEvent | None = None
@@ -281,7 +281,7 @@ def read_progress(path: Path) -> RunProgress | None:
 
 def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
     """Return the scores of the last evaluation of benchmarks in a metrics.jsonl. The list is empty if the last training
-    in the file evaluated none. Raises UserError if the file cannot be read."""
+    in the file evaluated none, or if there is no file. Raises UserError if the file cannot be read."""
     found: list[BenchmarkEvent] = []
     for event in last_training(path, with_bytes=b'"benchmark"'):
         if found and event.global_step != found[0].global_step:

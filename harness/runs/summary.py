@@ -77,7 +77,7 @@ class RunSummary(ProgramAndSettings, Outcome):
 
     def has_shape(self, config: ModelConfig) -> bool | None:
         """Return True if the run's model.json is equal to `config`, False if it differs or is not valid, or None if the
-        summary does not record it."""
+        summary does not record it. Keys that an earlier version did not write count as their defaults."""
         if self.model is None:
             return None
         try:

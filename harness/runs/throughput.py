@@ -48,11 +48,11 @@ class Measured(BaseModel):
 
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any], *, same_batch: bool = False) -> bool:
-    """Return True if a step of the same model and batch takes the same time with the train.json `then` and with `now`,
-    on the same machine. With `same_batch`, their keys for the batch must be equal, too. A key that is missing in `then`
-    or `now` is not compared.
+    """Return True if the two train.json `then` and `now` agree in KERNEL_KEYS and `batch_ramp`. With `same_batch`, they
+    must agree in BATCH_KEYS, too. On the same machine, a step with the same model and batch then takes the same time. A
+    key that is missing in `then` or `now` is not compared.
 
-    `batch_ramp` is always compared, because a speed that was measured during a ramp includes smaller batches.
+    `batch_ramp` is compared, because a speed that was measured during a ramp includes smaller batches.
     """
     keys = (*KERNEL_KEYS, *(BATCH_KEYS if same_batch else ("batch_ramp",)))
     return all(then[key] == now[key] for key in keys if key in then and key in now)
@@ -115,7 +115,7 @@ def cost(seconds: float, price_per_hour: float) -> float:
 
 
 def cost_by_phase(seconds: Mapping[str, float], price_per_hour: float | None) -> dict[str, float] | None:
-    """Return the dollars of each phase, given its seconds, or None if there is no price."""
+    """Return the dollars of each phase, given its seconds, rounded to a millionth. Return None if there is no price."""
     if price_per_hour is None:
         return None
     return {phase: round(cost(spent, price_per_hour), 6) for phase, spent in seconds.items()}

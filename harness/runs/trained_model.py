@@ -116,8 +116,8 @@ class TrainedModel:
 
     @property
     def tokenizer_file(self) -> str | Path:
-        """The model's tokenizer: a file beside the weights, or "gpt2". Raises UserError if meta.json gives no plain
-        file name."""
+        """The model's tokenizer: a file beside the weights, or "gpt2". Raises UserError if the name in meta.json is not
+        a plain file name."""
         folder = self.weights.parent
         name = self.meta.get("tokenizer", "tokenizer.json" if (folder / "tokenizer.json").is_file() else "gpt2")
         return "gpt2" if name == "gpt2" else folder / check_name(str(name), f"{folder / META}: tokenizer")

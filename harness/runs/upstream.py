@@ -40,7 +40,7 @@ PARTS = ("weight", "bias", "scale", "shift")
 def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
     """Return `raw`, the contents of a train.json, with the keys that only upstream uses replaced by ours. Raises
     ValueError, naming the key, if `raw` has upstream's key and our key for the same setting, or if a key of upstream
-    has an impossible value.
+    that must be true or false has another value.
 
     Upstream does not balance experts. So if the model has experts and `raw` has any key that only upstream uses,
     moe_router_loss_scale is 0 unless `raw` gives it.

@@ -215,7 +215,8 @@ class MicrobatchSearcher:
         The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
         the others waiting. In training on several ranks, gradients are in DDP's buckets, which exist during every
         forward pass. The bare model has gradients during a forward pass only from a step's second microbatch on. So a
-        step has two microbatches here if training has several ranks or several microbatches per step.
+        step has two microbatches here if training has several ranks or several microbatches per step. The second set of
+        buckets that DDP has while it rearranges them is not counted, because no activations exist at that time.
         """
         device = self.world.device
         if self._step is None:

@@ -110,9 +110,9 @@ class LossMeter:
         return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
     def load_state(self, ranks: list[list[float]]) -> None:
-        """Replace this meter's values by those that `state` returned on one or more ranks, combined. If the number of
-        ranks has changed, rank 0 alone must load those of all earlier ranks. Raises ValueError if a rank does not have
-        as many values as this meter."""
+        """Replace this meter's values by those that `state` returned on one or more ranks, combined. Each rank loads
+        its own values; if the number of ranks has changed, rank 0 alone must load those of all earlier ranks. Raises
+        ValueError if a rank does not have as many values as this meter."""
         # Values from NORM on, except for the experts' tokens, are the same on all ranks, so those of rank 0 are used.
         columns, own = list(zip(*ranks, strict=True)), len(self.EMPTY)
         if len(columns) != own + self._expert_tokens.numel():

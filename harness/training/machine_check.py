@@ -227,8 +227,8 @@ def describe_disk(folder: Path) -> str:
 
 
 def describe_download() -> str:
-    """Download from the Hub, and return the rate as text, or why it was not measured. The download runs in a thread,
-    because looking up a name or trying all its addresses can take a minute."""
+    """Download from the Hub, and return the rate as text, or why it was not measured. The download runs in a thread
+    that is given up after some seconds, because looking up a name or trying all its addresses can take a minute."""
     from huggingface_hub import constants
 
     found = ["not measured: no answer in time"]

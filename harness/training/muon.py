@@ -23,9 +23,9 @@ EPSILON = 1e-7
 
 
 def orthogonalize(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Orthogonalize each of G matrices X (MxN, M at most N): return an approximation of U·Vᵀ (GxMxN), where U·S·Vᵀ is
-    the singular value decomposition of X. The result is computed and returned in `dtype`. A matrix of zeros stays
-    zero."""
+    """Orthogonalize each of G matrices X (MxN, M at most N, for speed): return an approximation of U·Vᵀ (GxMxN), where
+    U·S·Vᵀ is the singular value decomposition of X. The result is computed and returned in `dtype`. A matrix of zeros
+    stays zero."""
     a, b, c = COEFFICIENTS
     x_GxMxN = matrices_GxMxN.to(dtype)
     norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)

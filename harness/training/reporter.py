@@ -308,7 +308,8 @@ class Reporter:
         )
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
-        """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl."""
+        """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl. Does nothing on ranks
+        other than 0."""
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}

@@ -69,8 +69,8 @@ class HostCopies:
     """CPU copies of nested dicts of tensors, used on rank 0 only.
 
     Each call of `copy` puts all its copies into one buffer of their total size (for AdamW three times the weights;
-    torch rounds pinned memory up to a power of two). With `keep`, the buffer is kept for later calls. Without, each
-    call has a buffer of its own, which is freed when the copies are dropped.
+    torch rounds pinned memory up to a power of two). With `keep`, the buffer is kept for later calls. Without it,
+    each call has a buffer of its own, which is freed when the copies are dropped.
     """
 
     def __init__(self, device: torch.device, *, keep: bool) -> None:

@@ -168,7 +168,8 @@ class OptimizerStep:
 
         In the forward pass after its first exchange, DDP arranges new buckets in the order in which gradients were
         computed. Without this warm-up, a resumed run would add up the gradients of its first step in another order than
-        a run that never stopped.
+        a run that never stopped. If that step had several microbatches, its gradients would also keep the old buckets
+        in memory beside the new ones and all activations.
 
         Raises UserError on all ranks if `compile` is true in train.json and the model cannot be compiled.
         """
@@ -237,7 +238,7 @@ def build_training_step(
     wrapped in DistributedDataParallel if `world` has several ranks.
 
     The watchdog guards `place` while the ranks exchange the weights. `config` is the experiment's train.json, in which
-    the precision is resolved (not "auto") and, for training, scaled values have replaced the ones given. Some settings
+    the precision is resolved (not "auto"). For training, scaled values have also replaced the ones given. Some settings
     act on the whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
