@@ -235,8 +235,8 @@ def svg(chart: Chart, references: Mapping[str, float]) -> str:
 
 def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, target: Path | io.StringIO) -> None:
     """Draw the chart, which has at least one curve, into `target`, in the format `kind` ("png" or "svg"). `references`
-    are losses by label, drawn as dotted lines. The legend names at most MOST_NAMED curves: the first, and always the
-    baseline's."""
+    are losses by label, drawn as dotted lines. The legend names at most MOST_NAMED curves: the first ones, and always
+    the baseline's."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter

@@ -32,8 +32,8 @@ LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 def fits(table: RunsTable) -> Iterator[str]:
     """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
-    over the global batch size. It is inconclusive if the runs differ in another setting that is not LEFT_OPEN, or in
-    the number of tokens. The second fit is of device memory over microbatch size, both as reported by others
+    over the global batch size. It is inconclusive if the runs differ in a setting outside LEFT_OPEN, or by more than
+    2 % in the number of tokens. The second fit is of device memory over microbatch size, both as reported by others
     (reported.json)."""
     columns = {column.key: column.cells for column in table.columns}
 

@@ -192,7 +192,7 @@ class RunRecord:
     @property
     def dollars(self) -> Mapping[str, float]:
         """Dollars by phase, and in total. Time for which no dollars are recorded is counted at train.json's price per
-        hour. Empty if there is no price, either."""
+        hour. Empty if there are neither recorded dollars nor a price."""
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
         price, meta = self.train.get("price_per_hour"), self.meta

@@ -77,7 +77,7 @@ class Scorer:
         token. Collective if `each_batch` is.
 
         The batches do not depend on the number of ranks, so that the results are the same to the last bit for any
-        number. Windows with equal inputs, such as answer choices of one token, share a row.
+        number.
         """
         own = [list(windows(*pair, self.model.config.context_length)) for pair in pairs]
         wanted: dict[Tokens, dict[Tokens, None]] = {}

@@ -131,9 +131,9 @@ class HeldOutText:
         The default dataset is the one that the model was trained on. If that is not known, it is NOTEBOOK_DATASET for a
         model with GPT-2's tokenizer. The default split is "test" if the dataset has it, or else "validation".
 
-        The text consists of whole batches of `batch_size` sequences. By default it begins at the split's first token
-        and has all its batches. If a validation split has at least one batch after NOTEBOOK_START_TOKEN, the default is
-        to begin at that token, and to take at most NOTEBOOK_BATCHES batches.
+        The text consists of whole batches of at most `batch_size` sequences. By default it begins at the split's first
+        token and has all its batches. If a validation split has at least one batch after NOTEBOOK_START_TOKEN, the
+        default is to begin at that token, and to take at most NOTEBOOK_BATCHES batches.
 
         Raises UserError if the dataset is not known or cannot be obtained, if the split is missing or too short, or if
         its tokens are not the model's.

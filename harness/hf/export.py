@@ -1,4 +1,4 @@
-"""Export of a model to a folder that transformers can load, or the scripts of Giles Thomas's lab notebook."""
+"""Export of a model to a folder that transformers, or the scripts of Giles Thomas's lab notebook, can load."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
     """Write a tokenizer to `folder` in the format of transformers: tokenizer.json and tokenizer_config.json.
     `name_or_file` is an argument of `load_tokenizer`. `context_length` is recorded as the greatest length of a text in
-    tokens. Raises UserError if the written tokenizer would encode text differently."""
+    tokens. Raises UserError if the written tokenizer encodes SPLITTING_PROBE differently."""
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(TIKTOKEN_SUFFIX):
         content = json.loads(name_or_file.read_text(encoding="utf-8"))

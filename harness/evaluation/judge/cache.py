@@ -37,13 +37,14 @@ class Record(BaseModel):
 class JudgeCache:
     """Context manager for the open cache file, which is locked for this process until it is closed.
 
-    The lock is on the file itself, because a lock by the package filelock would leave a second file.
+    The lock is on the file itself, because a lock by the package filelock would leave a second file, and
+    would not exclude an earlier version of this program.
     """
 
     def __init__(self, path: Path, *others: Path) -> None:
         """Create or read the file, and lock it. The answers in the files `others` are read, too, if they exist. Raises
         UserError if another process has locked the file or if one of the files is no cache file, and RunError or
-        OSError if a file cannot be read."""
+        OSError if a file cannot be opened."""
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
