@@ -109,10 +109,10 @@ class Checkpointer:
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
     def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
-        """Save a checkpoint of the last completed step. First updates the mean training loss and the best step in
-        `state`. `planned` is true if train.json asks for this checkpoint, and false if it is saved because the run
-        stops early. meta.json records `interrupted_evaluation` ("validation", "benchmarks" or None), so that the
-        resumed run repeats that evaluation.
+        """Save a checkpoint of the last completed step. `planned` is true if train.json asks for this checkpoint, and
+        false if it is saved because the run stops early. If `planned`, the mean training loss and the best step in
+        `state` are updated first. meta.json records `interrupted_evaluation` ("validation", "benchmarks" or None), so
+        that the resumed run repeats that evaluation.
 
         With `async_checkpoint` the files are written in a thread, whose error is raised by the next `save` or `finish`,
         or by `Writer.check`. Raises RunError if the weights are not equal on all ranks, or if the checkpoint cannot be

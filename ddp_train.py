@@ -140,7 +140,8 @@ class Trainer:
         the rest. The checkpoint comes last, because it records the results of the other work.
 
         Raises RunStopped on every rank if an evaluation is interrupted, and, unless this is the last step, if there is
-        a reason to stop after a checkpoint, or if the run has diverged.
+        a reason to stop after a checkpoint, or if the run has diverged. Raises RunError on every rank as
+        `Checkpointer.save` does, and on rank 0 alone if metrics.jsonl cannot be written.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = due or position.due_after(step, config)
@@ -327,9 +328,8 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
     """Start or resume training on this rank. `checkpoint` is the command's CHECKPOINT, or None. `began` is the value of
     `time.perf_counter()` from which the run's clock counts.
 
-    If the run is finished, only write what an earlier process was killed before writing, and send what the mirror
-    lacks. Raises RunStopped if the run stops early, and UserError or RunError if it cannot start or fails.
-    """
+    If the run is finished, only write what a killed process left unwritten, and send what the mirror lacks. Raises
+    RunStopped if the run stops early, and UserError or RunError if it cannot start or fails."""
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock

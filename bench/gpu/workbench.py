@@ -118,8 +118,8 @@ class Workbench:
     def train(
         self, name: str, *options: str, ddp: bool = False, signal_at: tuple[str, int] | None = None
     ) -> tuple[Row, str]:
-        """Run `ddp_train.py NAME` to its end. Return a row with the exit status, the seconds, and the first line that
-        begins with "error:", and the whole output.
+        """Run `ddp_train.py NAME` to its end. Return a row (the exit status, the seconds, and the first line that
+        begins with "error:") and the whole output.
 
         With `ddp`, the only rank does all that it would do as one of several. At the first line of output that begins
         with the text in `signal_at`, the process gets the signal in `signal_at`.

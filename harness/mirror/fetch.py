@@ -114,7 +114,7 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     best checkpoint. Return its name, or None if no checkpoint was taken from the mirror. Checkpoints that the run has
     left by going back are ignored.
 
-    `check` is called before a checkpoint is fetched, and raises UserError if it is not one of this run. A checkpoint
+    `check` is called before a checkpoint is fetched, and raises UserError if that is not one of this run. A checkpoint
     that is damaged in the mirror is skipped with a warning, and the next older one is tried. If the run's own latest
     checkpoint is damaged and the mirror has no newer one, the mirror's copy replaces it, and the damaged one is moved
     to a folder below `aside/`.
@@ -151,9 +151,9 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
     """Return a function that returns True for the name of a checkpoint that the run has left here by going back to an
-    earlier step: it was moved to a folder below `aside/`, while the mirror with these `files` still has its meta.json.
-    Earlier checkpoints that are not here, down to the step that the run went back to, count as left, too, because a
-    machine need not have all checkpoints of the mirror. (Names begin with the date.)"""
+    earlier step: it was moved to a folder below `aside/` and not fetched again, while the mirror with these `files`
+    still has its meta.json. Earlier checkpoints that are not here, down to the step that the run went back to, count as
+    left, too, because a machine need not have all checkpoints of the mirror. (Names begin with the date.)"""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
     last = max(moved - {*here}, default="")

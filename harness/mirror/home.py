@@ -65,8 +65,8 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
     """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. Settings and
-    results that are here are not replaced. Summary, chart and metrics are replaced unless the run here has a newer
-    checkpoint than the mirror, has left the mirror's newest one by going back, or is being trained.
+    results that are here are not replaced. Nor are summary, chart and metrics if the run here has a newer checkpoint
+    than the mirror, has left the mirror's newest one by going back, or is being trained.
 
     Raises UserError if there is no such run, if the run here is another experiment or cannot be read, or, with weights,
     if another process uses it. Raises RunError if the mirror cannot be read or a file cannot be moved.

@@ -278,9 +278,9 @@ class Uploads:
                     yield f"{folder.name}/{path.name}", path
 
     def _set_aside(self, there: dict[str, int]) -> None:
-        """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. Of those
-        that were left here by going back, these are the ones later than all checkpoints that are both here and in the
-        mirror; of the others, the ones later than the step that this process continues from. Move their measurements to
+        """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. A checkpoint
+        that was left here by going back is stale if it is later than all checkpoints that are both here and in the
+        mirror; any other, if it is later than the step that this process continues from. Move their measurements to
         RESULTS_ASIDE and delete summary and chart, except what the run's folder still has. Updates `there`, the
         mirror's files with their sizes."""
         stale, is_left_here = set[str](), left_by_going_back(self.run, there)

@@ -151,7 +151,7 @@ IRRELEVANT_TO_LOSSES = {
 def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Return the changes since a checkpoint that can affect the training loss, each as "key: old -> new after global
     step N". `train` is train.json now. `here` has today's values of keys of meta.json, such as `device` and
-    `accumulation_steps`."""
+    `accumulation_steps`. A value that the checkpoint does not record counts as the same."""
     ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *IRRELEVANT_TO_LOSSES}
     ignored -= {"residual_precision"}  # affects the speed, but changes the losses by more than rounding errors
     scale = train["scale_with_batch"] or {}

@@ -105,7 +105,7 @@ class Plan:
 
     def describe_passes(self) -> str | None:
         """Return a text on how often and in what order the whole run reads each train split. Return None for a single
-        one without `shuffle` and `epochs`, or if a dataset is not on this machine."""
+        split without `shuffle` and `epochs`, or if a dataset is not on this machine."""
         config, order, length = self.config, self.order, self.layout.context_length
         is_plain = not config.shuffle and config.epochs is None and len(config.dataset_weights) == 1
         if order is None or self.position is None or is_plain:
@@ -195,8 +195,8 @@ class Plan:
 
 def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | None) -> Plan:
     """Return the plan of the remaining work after the checkpoint that `meta` describes, or of the whole run if `meta`
-    is None. The run is checked against its checkpoint and, if they are on this machine, its datasets. Raises UserError
-    if a check fails, or if the batch, the budget or the schedule is impossible."""
+    is None. The run is checked against its checkpoint and its datasets, as far as these are on this machine. Raises
+    UserError if a check fails, or if the batch, the budget or the schedule is impossible."""
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
     position, order, folder = None, None, experiment.datasets_dir

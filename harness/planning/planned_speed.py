@@ -100,9 +100,10 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
 def _measured_speed(
     experiment: Experiment, layout: BatchLayout, device: GpuSpec | None, here: Sequence[str]
 ) -> PlannedSpeed:
-    """Return the speed that this run, another run in the same folder, or check_machine.py for one of them has measured
-    for this model, batch and settings. If `device` is given, only speeds on it or on a device named in `here` are used.
-    The result has a reason instead of a number if none was measured for long enough."""
+    """Return a speed that was measured for this model, batch and settings: by this run, by another run in the same
+    folder, or by check_machine.py. If `device` is given, only speeds on it or on a device named in `here` are used.
+    Summaries of earlier versions, which lack `measured`, are skipped. The result has a reason instead of a number if no
+    speed was measured for long enough."""
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
     found: list[tuple[tuple[bool, bool, bool, bool, float], Path, RunSummary, Measured]] = []
     names = (experiment.run.summary.name, experiment.run.machine_check.name)
@@ -133,8 +134,8 @@ def _measured_speed(
 
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
     """Return the speed that somebody else has published for this run in its reported.json (the report). It is the speed
-    over training and validation together if the report has that speed and this run validates alike, and otherwise the
-    speed over training alone.
+    over training and validation together if the report has that speed and the same validation settings, and otherwise
+    the speed over training alone.
 
     Returns None if the report has no speed for this model and batch on the device `own` (None: any device), or if a
     setting in train.json that affects the time of a step has neither the default value nor the report's.
