@@ -111,7 +111,7 @@ def main(
         raise
     except Exception as error:  # a task's functions can raise anything, and lm-eval has asserts
         if is_out_of_memory(error):
-            raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
+            raise RunError(f"out of memory at --batch-size {batch_size}; lower it or free memory") from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise RunError(
             f"lm-eval failed: {reason[:REASON_CHARACTERS]}; of several --tasks, evaluate each alone to find which fails"

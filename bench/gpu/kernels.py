@@ -121,8 +121,8 @@ def share_dropped(rate: float, heads: int = 512, size: int = 64) -> float:
 
 
 def measure_loss(bench: Workbench) -> None:
-    """Record the time of the output head and the loss alone, by the number of logits in a chunk: forward under bf16
-    autocast and backward, compiled as in training (except in a rehearsal)."""
+    """Record the time of forward (bf16 autocast) and backward of only output head and loss, by the number of logits in
+    a chunk. Both are compiled as in training, except in a rehearsal."""
     model, train = bench.shipped()
     vocab, width = model["vocab_size"], model["emb_dim"]
     rows, exponents = train["microbatch_size"] * model["context_length"], (12, 14) if bench.tiny else (27, 28, 29, 30)

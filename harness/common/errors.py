@@ -297,7 +297,7 @@ def handle_stopping_signals(handler: Handler) -> None:
 
 
 def interrupt_on_stopping_signals() -> None:
-    """Let every signal that asks to stop, except an ignored SIGHUP, raise KeyboardInterrupt in the main thread."""
+    """Let every signal that asks to stop, except an ignored SIGHUP, raise KeyboardInterrupt the first time."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         EXIT.stop_signal = number

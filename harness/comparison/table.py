@@ -95,7 +95,7 @@ class Column:
 
     @property
     def is_alike(self) -> bool:
-        """True if the table has several runs, all with the same value, and neither direction is better."""
+        """True if several runs have equal cells, which are not empty, and neither direction is better."""
         first, *others = self.cells
         is_fact = self.lower_is_better is None and first.value is not None
         return bool(others) and is_fact and all(cell == first for cell in others)

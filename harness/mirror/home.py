@@ -189,8 +189,8 @@ def follow_run(url: str, name: str) -> Iterator[str]:
 
 
 def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
-    """Send a run's newest and best checkpoint and all its small files to a mirror, and return the URL of the run's
-    folder there. Checkpoints there that the run here has left by going back are set aside. With `take_over`, the run is
+    """Send a run's newest and best checkpoint, and the small files that training sends, to a mirror, and return the
+    run's URL there. Checkpoints there that this run abandoned by going back are set aside. With `take_over`, the run is
     taken from another machine that trains it.
 
     Raises UserError if the mirror cannot be opened, if another process or machine trains the run, if the mirror holds

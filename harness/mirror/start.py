@@ -90,8 +90,8 @@ def check_checkpoint(mirror: Mirror, experiment: Experiment, provenance: Provena
 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
     """Raise UserError if the model in the mirror's model.json is not the run's, or if the mirror's train.json has
-    another value of one of FIXED_KEYS. Missing and damaged files are ignored, since they will be written anew. Raises
-    RunError if the mirror cannot be read."""
+    another value of one of FIXED_KEYS. Missing files are ignored, and both if one is damaged. Raises RunError if the
+    mirror cannot be read."""
     try:
         read = [retried(mirror, partial(mirror.read, name)) or b"null" for name in ("model.json", "train.json")]
         model, train = (strict_json(content.decode("utf-8-sig")) for content in read)

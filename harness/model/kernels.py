@@ -124,7 +124,7 @@ def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: 
 
 def _newer_flash(call: SDPAParams, device: torch.device) -> str | None:
     """Activate the first of NEWER_FLASH that is installed and can compute `call` on this GPU, and return its name, or
-    None if there is none. Raises UserError if one is installed and cannot be loaded."""
+    None if there is none. Raises UserError if it cannot be loaded."""
     attention = torch.nn.attention
     known: list[str] = getattr(
         attention, "list_flash_attention_impls", list

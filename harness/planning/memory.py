@@ -1,7 +1,7 @@
 """Estimated memory of a training step on a GPU.
 
-The estimate adds up the tensors that exist while the loss is computed, which is when a compiled step in bf16 has its
-peak. With activation checkpointing, the peak may be in a block's backward pass instead, and with a small microbatch in
+The estimate adds up the tensors that exist at the step's peak. In a compiled step in bf16, that is while the loss is
+computed. With activation checkpointing, it may be in a block's backward pass instead, and with a small microbatch in
 the optimizer's update, when all gradients exist. docs/LOG.md compares the estimate with torch's allocator.
 """
 

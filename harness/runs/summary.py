@@ -69,8 +69,7 @@ class RunSummary(ProgramAndSettings, Outcome):
 
     @property
     def changes(self) -> list[str]:
-        """Changes during the run, as texts: of its settings, or of the program that trained it. Empty if there were
-        none."""
+        """Changes of settings, machine or program during the run, as texts."""
         seen, trained = self.tokens_seen or 0, self.trained_tokens
         foreign = 0 if trained is None else seen - trained
         return [*([f"another program trained on the first {foreign:,} tokens"] if foreign > 0 else []), *self.changed]

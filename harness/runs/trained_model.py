@@ -344,7 +344,7 @@ def warned_if_not_kept() -> Iterator[None]:
         reason = str(error)
         if isinstance(error, OSError):
             reason = f"{error.filename or 'a file'}: {error.strerror or error}"
-        tell(f"warning: the result was not written to the run's results: {reason}")
+        tell(f"warning: the result is not written to the run's results: {reason}")
 
 
 # Writing a model

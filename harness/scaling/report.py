@@ -129,7 +129,7 @@ def _interval(value: Estimate) -> str:
 
 
 def _digits(value: float) -> str:
-    """Format a number with four digits, or with all digits before the decimal point if it is between 1000 and 1e6.
+    """Format a number with up to four digits, or with all before the decimal point if it is between 1000 and 1e6.
     Infinity is "unbounded"."""
     if math.isinf(value):
         return UNBOUNDED

@@ -233,7 +233,7 @@ def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, J
             lower = "lower start_val_token, or " if start else ""
             raise UserError(
                 f"{path}: too short: {after}there is no sequence of {context:,} tokens and their targets; {lower}"
-                "prepare the dataset again with a larger --validation-fraction, or from more text (--overwrite)"
+                "prepare the dataset again (--overwrite) with a larger --validation-fraction, or from more text"
             )
         there = order.available(1.0)  # sequences, read once at most
         if config.validation_sequences is not None:

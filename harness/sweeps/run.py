@@ -89,8 +89,8 @@ def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
 def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, float]]:
     """Return the start, in seconds since 1970, and the duration, in seconds, of each attempt of earlier sweeps to train
     the run, from its sweep.log. The log has no duration of an attempt whose sweep was killed. `recorded` is the number
-    of seconds in the run's own records. Attempts without a duration share what it has beyond the logged durations, the
-    last one first. Raises UserError if the log has a date that does not exist."""
+    of seconds in the run's own records. Those beyond the logged durations go to the other attempts, the last one first.
+    Raises UserError if the log has a date that does not exist."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     begins: list[float] = []

@@ -27,7 +27,7 @@ class ChartProcess:
 
     def draw(self) -> None:
         """Start to draw the chart from the metrics so far, and return at once. If an earlier chart is still being
-        drawn, leave the newest metrics to `finish`."""
+        drawn, leave the newest metrics to a later call or `finish`."""
         self._is_stale = self._process is not None and self._process.poll() is None
         if self._is_stale:
             return

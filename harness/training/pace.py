@@ -19,9 +19,9 @@ class SlowRanks:
 
     def name(self, seconds: Sequence[float], step: int) -> Iterator[str]:
         """Yield a note for each rank that was slow in at least REPORTS reports in a row, over at least LEAST_STEPS
-        steps. A rank is slow if its own time is above the median by more than SLOWER_BY (a fraction). It is named once,
-        and again only after a report in which it was not slow. `seconds` are those of `Watchdog.own_seconds`, by
-        rank."""
+        steps. A rank is slow if its time exceeds a median of at least LEAST_SECONDS by more than SLOWER_BY (a
+        fraction). It is named again only after a report in which it was not slow. `seconds` are
+        `Watchdog.own_seconds`, by rank."""
         usual = statistics.median_low(seconds)  # of two ranks, the faster
         for rank, own in enumerate(seconds):
             if usual < LEAST_SECONDS or own <= usual * (1 + SLOWER_BY):

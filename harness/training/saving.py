@@ -33,7 +33,7 @@ class Writer:
 
     def submit(self, work: Callable[[], None]) -> None:
         """Wait for the previous task to end, then run `work`, or with `in_background` only start it. If the previous
-        task failed, raise its error instead."""
+        task failed and its error has not been raised yet, raise it instead."""
         self.wait()
         if not self._in_background:
             work()

@@ -151,8 +151,8 @@ def check_ceilings(experiment: Experiment, clock: Clock, meta: CheckpointMeta | 
 
 
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:
-    """Return the name of the run's precision. With "auto" before and now, a resumed run keeps the precision with which
-    it began, if this device supports it, so that a move to another processor does not silently change the results.
+    """Return the name of the run's precision. With "auto" before and now, a resumed run keeps its checkpoint's
+    precision, if this device supports it, so that a move to another processor does not silently change the results.
     Between CPU and GPU it is chosen anew. Raises UserError if this device does not support the precision that
     train.json names."""
     best = Precision.for_training(config.precision, device).name

@@ -139,8 +139,8 @@ class StatePartition:
         into: NamedState,
     ) -> None:
         """Copy the state of all `shards` to rank 0: to the tensors in `into`, which are in host memory and have the
-        shapes in `shapes`. Other ranks pass an empty dict. `own` has this rank's state of its own shards, flattened, on
-        `device`. On a GPU, the copies may still be running when this method returns. Collective.
+        shapes in `shapes`. Other ranks pass an empty dict. `own` has the state of this rank's own shards, on `device`.
+        On a GPU, the copies may still be running when this method returns. Collective.
 
         Shards are broadcast, because for messages to one rank NCCL would need separate connections and buffers.
         """

@@ -309,7 +309,7 @@ def test_what_fails_inside_is_one_line(subject: Subject, tmp_path: Path, monkeyp
     assert done.refuses(status=1).startswith("error: lm-eval failed: ValueError")
     monkeypatch.setattr(benchmarks, "run", lambda *_, **__: torch.empty(2**60))
     done = evaluate(subject, tmp_path, *options)
-    assert done.stderr == "error: out of memory with 16 texts per batch; lower --batch-size\n"
+    assert done.stderr == "error: out of memory at --batch-size 16; lower it or free memory\n"
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:

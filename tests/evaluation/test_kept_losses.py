@@ -123,7 +123,7 @@ def test_what_stands_in_a_results_place(shop: Workshop, tmp_path: Path) -> None:
     assert done.status == 0
     assert done.stdout.startswith("Loss on the test split: ")
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"warning: the result was not written to the run's results: {run / 'results'}/test-loss-")
+    assert line.startswith(f"warning: the result is not written to the run's results: {run / 'results'}/test-loss-")
 
 
 def test_results_go_aside_with_their_weights(shop: Workshop) -> None:

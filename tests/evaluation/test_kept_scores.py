@@ -121,5 +121,5 @@ def test_a_checkpoint_that_cannot_be_one_is_a_warning(bench: Bench, name: str) -
     weights = AnsweringModel(checkpoint=name, sha256="00" * 32, device="", torch="")
     bench.models = [bench.models[0].model_copy(update={"weights": weights})]
     done = bench.command()
-    assert done.stderr.startswith("warning: the result was not written to the run's results: checkpoint ")
+    assert done.stderr.startswith("warning: the result is not written to the run's results: checkpoint ")
     assert done.stderr.count("\n") == 1

@@ -244,8 +244,8 @@ def _begin_within(
     most: StreamSize, total: StreamSize, tokens: np.ndarray, numbers: np.ndarray, *, is_open: bool
 ) -> np.ndarray:
     """Return which pieces of a batch belong to documents that begin before `most` is reached: (pieces,) bool. `total`
-    is the size before the batch. For each piece, `tokens` has its number of tokens, and `numbers` the number of its
-    document within the batch. With `is_open`, the first of these documents has begun in an earlier batch."""
+    is the size before the batch. For each piece, `tokens` has its token count, and `numbers` the index of its document
+    in the batch. With `is_open`, the first of these documents has begun in an earlier batch."""
     before = np.cumsum(tokens) - tokens + total.tokens
     at_start = before[np.searchsorted(numbers, numbers)]  # tokens before the first piece of each piece's document
     within = (at_start < most.tokens) & (total.documents + numbers < most.documents)

@@ -135,8 +135,8 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, workers: int) -> 
     """Yield the encoded batches in order. `workers` is the number of processes or threads that `encoder` uses. Up to
     2·`workers` batches are submitted at a time, so that a worker that has encoded a batch finds another one waiting.
 
-    If reading `batches` raises an error, the batches before the error are yielded first. Raises RunError if encoding
-    fails, or UserError if the tokenizer or the text is wrong.
+    If reading `batches` raises an error, the batches before the error are yielded first. Raises the errors of
+    `encode_texts`, and BrokenProcessPool if a process dies.
     """
     waiting: deque[tuple[Batch, Future[Arrays]]] = deque()
 

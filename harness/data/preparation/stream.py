@@ -160,7 +160,7 @@ def copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
     while length > 0:
         block = source.read(min(length, COPIED_BYTES))
         if not block:
-            raise RunError(f"{source.name}: shorter than its index file says; begin again with --restart")
+            raise RunError(f"{source.name}: shorter than recorded; begin again with --restart")
         target.write(block)
         length -= len(block)
 

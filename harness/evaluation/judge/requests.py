@@ -86,7 +86,7 @@ class UnavailableError(Exception):
 
 
 class JudgeClient:
-    """Client for a judge's endpoint that any number of threads can use."""
+    """Thread-safe client for a judge's endpoint."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         """Create the client. Raises UserError if the environment has no valid key, if the openai package is missing, or
