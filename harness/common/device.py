@@ -33,8 +33,9 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
     """Return the device for rank `local_rank` of the `local_size` ranks on this machine: CUDA device `local_rank`, or
     the CPU if torch finds no GPU. Makes the CUDA device torch's current device.
 
-    Raises UserError if there are fewer CUDA devices than ranks, if another process has taken this rank's, or if a CUDA
-    build of torch cannot use GPUs that the user has not hidden: nobody wants to pay for GPUs and train on the CPU.
+    Raises UserError if there are fewer CUDA devices than ranks, or if another process has taken this rank's device.
+    Also raises UserError if a CUDA build of torch cannot use GPUs that the user has not hidden: nobody wants to pay for
+    GPUs and train on the CPU.
     """
     if not torch.cuda.is_available():
         found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
@@ -82,5 +83,5 @@ def idle_gpus(device: torch.device, local_size: int) -> str | None:
 
 
 def processes_option(count: int) -> str:
-    """Return the option that starts `count` processes: torchrun's under torchrun, otherwise --processes."""
+    """Return the option that starts `count` processes: --nproc_per_node under torchrun, otherwise --processes."""
     return f"--nproc_per_node={count}" if started_by_torchrun() else f"--processes {count}"

@@ -106,7 +106,7 @@ EXIT = Exit()
 
 def tell_how_to_continue(undoing: str | None) -> None:
     """Set `EXIT.again`, the remedy in this process's messages. `undoing` names the options in the command that undo
-    earlier work, such as "--restart", or is None if it has none."""
+    earlier work, such as "--restart", or is None if there are none."""
     EXIT.again = f"{AGAIN} (without {undoing} if that has taken effect)" if undoing else AGAIN
 
 
@@ -172,8 +172,8 @@ def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
     """Print the message of `end`, unless it is RunStopped or another thread has printed a reason, and exit.
 
     Another rank prints the reason for a PeerError. A wrong file makes all ranks of a machine raise the same UserError,
-    which the first prints (`is_first`). A rank that leaves the message to another prints its own only if its launcher
-    has not ended it after SPEAKER_PATIENCE_SECONDS.
+    which the first rank prints (`is_first`). A rank that leaves the message to another rank still prints its own if its
+    launcher has not ended it after SPEAKER_PATIENCE_SECONDS.
     """
     if isinstance(end, PeerError):
         EXIT.has_lost_peer = True
@@ -258,15 +258,15 @@ def _mark_of_the_end() -> Path | None:
 
 
 def end_for_good(status: int) -> None:
-    """Let `exit_if_ended` end the ranks that torchrun starts again on this machine. torchrun (--max-restarts) takes an
-    orderly stop for a failure, because its exit status is not 0."""
+    """Make the ranks that torchrun starts again on this machine exit with `status`, by `exit_if_ended`. torchrun
+    (--max-restarts) takes an orderly stop for a failure, because the exit status is not 0."""
     if mark := _mark_of_the_end():
         with suppress(OSError):
             mark.write_text(str(status))
 
 
 def exit_if_ended() -> None:
-    """Exit with the status of `end_for_good` if a rank on this machine called it at an earlier start by torchrun."""
+    """Exit with `status` if a rank on this machine called `end_for_good(status)` at an earlier start by torchrun."""
     is_again = launcher_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
     if is_again and (mark := _mark_of_the_end()) and mark.exists():
         os._exit(int(mark.read_text() or 1))  # empty if another rank is writing it
@@ -297,7 +297,7 @@ def handle_stopping_signals(handler: Handler) -> None:
 
 
 def interrupt_on_stopping_signals() -> None:
-    """Let every signal that asks to stop, except an ignored SIGHUP, raise KeyboardInterrupt the first time."""
+    """Let every signal that asks to stop, except an ignored SIGHUP, raise KeyboardInterrupt when it first arrives."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         EXIT.stop_signal = number

@@ -195,4 +195,5 @@ def check_inside(path: Path, folder: Path, option: str) -> None:
     that sets `folder`."""
     real = os.path.realpath(path)
     if not real.startswith(os.path.join(os.path.realpath(folder), "")):
-        raise UserError(f"{path}: leads out of {folder}, to {real}; give the {option} that contains it, or move it")
+        remedy = f"give the {option} that contains {real}, or move it into {folder}"
+        raise UserError(f"{path}: leads out of {folder}; {remedy}")

@@ -81,7 +81,7 @@ def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place
 
 
 def _refusal(found: Sequence[Any], kind: type[BaseModel], path: Path) -> UserError:
-    """Return the error that lists pydantic's faults `found` of the file `path`."""
+    """Return the error that lists `found`, pydantic's faults of the file `path`."""
     faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
     if len(found) > SHOWN_FAULTS:
         faults.append(f"and {len(found) - SHOWN_FAULTS:,} more")

@@ -69,8 +69,8 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
     """Return the memory limit of a microbatch search. If `limit_gib` is None, the limit is the whole GPU, or on a CPU
     what this process uses now plus 1/`local_size` of the free memory.
 
-    On a GPU, allocations beyond the limit fail from now on. On a CPU, `limit_cpu_memory` sets it later, in the child
-    process that tries a microbatch size. Raises UserError on a CPU if the operating system is not Linux.
+    On a GPU, allocations beyond the limit fail from now on. On a CPU, `limit_cpu_memory` sets the limit later, in the
+    child process that tries a microbatch size. Raises UserError on a CPU if the operating system is not Linux.
     """
     if device.type == "cuda":
         total = float(torch.cuda.mem_get_info(device)[1])
@@ -89,7 +89,7 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
             "-f on a CPU needs Linux: other systems cannot limit a process's memory; set microbatch_size in train.json"
         )
     note = f"{used / GIB:.2f} GiB are {how} and {reserve / GIB:.2f} GiB left as a reserve"
-    more = "free memory" if device.type == "cuda" else "free memory or raise `ulimit -d`"
+    more = "free memory" if device.type == "cuda" else "free memory, or raise `ulimit -d`"
     if limit_gib is not None and limit >= limit_gib * GIB:  # the system's own limit is no smaller
         more = "raise --memory-limit-gib"
     remedy = more if used + reserve >= limit else f"use a smaller model or context, or {more}"
@@ -152,8 +152,8 @@ def peak_of_limited_memory(device: torch.device) -> int:
     """Return the peak, in bytes, of the memory that a MemoryLimit limits: on CUDA the memory reserved by the allocator
     since its statistics were reset, on the CPU this process's writable memory since its start.
 
-    Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. The two are assumed to
-    differ always by the same amount.
+    Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. These two kinds of
+    memory are assumed to differ always by the same amount.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
@@ -232,8 +232,8 @@ def give_back_under_a_limit() -> None:
 
 
 def keep_if_ample(free_bytes: int) -> None:
-    """Make the C library keep freed blocks from now on, if this process's writable memory is not limited, and
-    `free_bytes`, the free memory that it may use, is at least AMPLE times its peak memory.
+    """Make the C library keep freed blocks from now on, if this process's writable memory is not limited and
+    `free_bytes` is at least AMPLE times its peak memory. `free_bytes` is the free memory that the process may use.
 
     That much must be free because gaps between kept blocks can raise memory use by half, and because the optimizer's
     state may still have to be allocated.

@@ -119,7 +119,7 @@ def as_unicode(name: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Return True if the text can be encoded. A JSON string can hold a lone surrogate, which cannot."""
+    """Return True if the text can be encoded. A JSON string can hold a lone surrogate, which has no encoding."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -75,7 +75,7 @@ class ProcessName:
 
 def start_time(pid: int) -> str:
     """Return the start time of the process in clock ticks since the system's start, as text, or "" if the process has
-    ended or cannot be seen. It distinguishes the process from a later one with the same pid."""
+    ended or cannot be seen. This time distinguishes the process from a later one with the same pid."""
     fields = _stat(pid)
     return "" if not fields or fields[:1] in ENDED_STATES else fields[19]
 

@@ -46,7 +46,7 @@ def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:
 
 
 def resampled_means(scores_QxM: np.ndarray, seed: int) -> np.ndarray:
-    """Return each model's mean over each of B resamples of the questions, drawn with replacement (BxM). All models have
+    """Return each model's mean (BxM) over each of B resamples of the questions, drawn with replacement. All models have
     the same resamples, so that differences between models are paired."""
     questions = len(scores_QxM)
     generator = np.random.default_rng(seed)
@@ -77,6 +77,6 @@ def estimate_of_mean(value: float, resampled: np.ndarray, *, count: int, bounds:
 
 
 def estimate(value: float, resampled: Sequence[float] | np.ndarray) -> Estimate:
-    """Return `value` with its interval, from the same quantity computed on each resample."""
+    """Return `value` with its interval. `resampled` has the same quantity, computed on each resample."""
     low, high = np.quantile(resampled, [1 - HIGH_END, HIGH_END])
     return Estimate(float(value), float(low), float(high))

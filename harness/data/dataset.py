@@ -277,7 +277,7 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     raise UserError(
         f"{tokens.path}: token id {largest} is beyond the model's vocabulary of {vocab_size}; "
         f'set "vocab_size" in model.json to at least {max(needed)}, or use a dataset made with the model\'s tokenizer'
-        + (", unless the file is damaged: meta.json says that its ids are smaller" if may_be_damaged else "")
+        + ("; but perhaps the file is damaged: the id is also beyond meta.json's vocabulary" if may_be_damaged else "")
     )
 
 

@@ -177,7 +177,7 @@ class TokenLoader:
         return self.order.starts(self.first_window + index * size, size)
 
     def microbatch(self, index: int, *, windows: int | None = None) -> Microbatch:
-        """Return microbatch number `index`. `self.tokens` must have all of its tokens. `windows` is the number of
+        """Return microbatch number `index`. `self.tokens` must hold the whole microbatch. `windows` is the number of
         windows in all microbatches together; None: no limit. Copies of the last window, which do not count, fill up its
         microbatch."""
         length, starts, counted = self.layout.context_length, self.starts(index), None

@@ -34,7 +34,7 @@ class WindowOrder:
         weights: Sequence[float] = (1.0,),
     ) -> None:
         """Define the order. `splits` has the number of tokens of each split. In each split, the tokens before position
-        `first_token` are not read. A window is read only if it is whole and a token, its last target, follows it."""
+        `first_token` are not read. A window is read only if it is whole and followed by a token, its last target."""
         self.context_length = context_length
         self.first_token = first_token
         self.seed = seed

@@ -110,9 +110,9 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
     """Return the fault that explains the others, or None if there is no fault. For example, a rank whose process has
     ended is also silent, and other ranks may be stuck because they wait for it.
 
-    `stuck`, `silent` and `gone` are the seconds after which a fault is reported: without progress inside
-    `Watchdog.guard`, without a heartbeat from a rank or an answer from the store, and after the end of a rank's
-    process, which may have printed the reason itself.
+    A fault is reported after `stuck` seconds without progress inside `Watchdog.guard`, or `silent` seconds without a
+    heartbeat of a rank or an answer of the store. The end of a rank's process is reported after `gone` seconds, because
+    the process may have printed the reason itself.
     """
     last = heartbeats.last
     ended = [rank for rank, each in enumerate(last) if each.gone_since is not None and now - each.gone_since >= gone]

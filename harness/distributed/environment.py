@@ -141,7 +141,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.
     """Wait for all ranks to end, and return the first rank whose exit status is not 0, or None if there is none.
 
     Once there is such a rank, the others get SIGTERM, and SIGKILL ENDING_SECONDS later. If signals were forwarded to
-    the ranks (`asked`), all are ending already, and both come STOPPING_SECONDS later.
+    the ranks (`asked`), all are ending already, so SIGTERM is delayed by STOPPING_SECONDS.
     """
     first_nonzero, since, due = None, 0.0, [(0.0, signal.SIGTERM), (ENDING_SECONDS, signal.SIGKILL)]
     while True:

@@ -37,7 +37,7 @@ class StopRequest:
 
     @property
     def reason(self) -> int:
-        """The signal's number, or else CEILING from the time `ceiling_at` on, or 0 if there is no reason to stop."""
+        """The signal's number; without a signal, CEILING from the time `ceiling_at` on, and 0 before that time."""
         return self.signal or (CEILING if time.monotonic() >= self.ceiling_at else 0)
 
     def is_set(self) -> bool:
@@ -51,7 +51,7 @@ class StopRequest:
 
     def hang_up(self) -> None:
         """Record SIGHUP as the signal that asks this process to stop. Called when the launcher has ended, or when
-        nobody reads the output any more. The latter does not matter under nohup."""
+        nobody reads the output any more. Under nohup, unread output is no reason to stop."""
         if is_launcher_gone() or not ignores_hangup():
             self.signal = signal.SIGHUP
 
@@ -138,7 +138,8 @@ class SharedWork:
 
     def gather_results(self, value: T | Exception | None) -> list[T]:
         """Return the values of all ranks. Raises an exception among them on every rank, so that no rank waits for the
-        failed one in a later call. Raises RunStopped if any is None, which an interrupted rank sends. Collective."""
+        failed one in a later call. Raises RunStopped if a value is None, which an interrupted rank sends.
+        Collective."""
         values: list[Any] = self.world.gather(value)
         for each in values:
             if isinstance(each, Exception):

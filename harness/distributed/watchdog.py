@@ -1,5 +1,5 @@
-"""Detection of ranks that are stuck, silent or gone. The watchdog then ends this process, and one rank of each machine
-prints the reason.
+"""Detection of ranks that are stuck, silent or gone. If the watchdog finds one, it ends this process, and one rank of
+each machine prints the reason.
 
 An all-reduce waits for a missing rank and cannot say which rank it is. So every rank sends the others heartbeats with
 its progress, through the store of the rendezvous, in threads that run even while the main thread waits.
@@ -8,7 +8,7 @@ A rank is silent if its heartbeats do not arrive, and gone if its process has en
 `Watchdog.guard`, because elsewhere a single rank may work for long (a download, a save).
 
 On CUDA the main thread only enqueues work, and continues to do so when the device hangs. So it records a CUDA event
-behind the enqueued work, which counts as progress once the device has reached the event.
+behind the enqueued work. This work counts as progress once the device has reached the event.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Watchdog:
 
     @contextmanager
     def guard(self, place: Place) -> Iterator[None]:
-        """Context manager for the work at `place`. Inside it, this rank counts as stuck if it makes no progress for
+        """Context manager for the work at `place`. In the body, this rank counts as stuck if it makes no progress for
         longer than the timeout while no other rank is further behind. A guarded step is timed for `own_seconds`."""
         begun, self._last_beat = self._pass(place, 0, is_guarded=True), None
         try:

@@ -45,7 +45,7 @@ class World:
 
     @classmethod
     def join(cls, is_stopping: Callable[[], bool] = lambda: False) -> World:
-        """Join the world that the launcher's environment variables describe and choose this process's device. Unless
+        """Join the world that the launcher's environment variables describe, and choose this process's device. Unless
         OMP_NUM_THREADS is set, torch gets as many threads as this rank's share of the machine's cores.
 
         `is_stopping` returns True if this rank has a reason to stop. Heartbeats send its value to the other ranks.

@@ -409,8 +409,8 @@ def test_a_text_too_short_for_its_splits_is_one_line(
     arguments = ["texts", "out", "--tokenizer", preparer.path / "tokenizer.json", "--validation-fraction"]
     write_json_lines(tmp_path / "texts" / "a.jsonl", ["hello"])
     line = mine.run(*arguments, fraction, status=2)
-    assert f"{split} would be empty: there are 5 tokens, 1 document; give more text" in line
-    assert line.endswith(f"; give more text, or {remedy}, and --restart")
+    assert f"{split} would be empty: there are 5 tokens, 1 document; with --restart, give more" in line
+    assert line.endswith(f" text, or {remedy}")
     if more == "text":
         write_json_lines(tmp_path / "texts" / "b.jsonl", DOCUMENTS[:200])
     mine.run(*arguments, "0.5" if more == "share" else fraction, "--restart")

@@ -101,8 +101,8 @@ def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
     (folder / ".lock").symlink_to(preparer.path / "nothing")  # as editors make
     done = preparer.result("texts", "out", *SMALL, *IN_ORDER, "--validation-fraction", "0.25")
     assert (
-        done.stderr == "not read (perhaps not text, or a link to a folder or to nothing; to read some, give a glob): "
-        "data.json, link\n"
+        done.stderr == "not read: data.json, link "
+        "(perhaps not text, or a link to a folder or to nothing; to read some, give a glob)\n"
     )
     assert documents_of(preparer.path / "out", "train") == DOCUMENTS[:30]
     assert documents_of(preparer.path / "out", "validation") == DOCUMENTS[30:]

@@ -334,7 +334,7 @@ def test_a_limit_too_small_for_anything(workshop: Workshop, ranks: int, given: f
     [
         (0.1, "raise --memory-limit-gib"),
         (100.0, "use a smaller model or context, or raise --memory-limit-gib"),
-        (None, "use a smaller model or context, or free memory or raise `ulimit -d`"),
+        (None, "use a smaller model or context, or free memory, or raise `ulimit -d`"),
     ],
 )
 def test_the_remedy_if_nothing_fits(given: float | None, remedy: str) -> None:

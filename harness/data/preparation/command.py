@@ -69,8 +69,8 @@ def make_dataset(
     interrupted preparation. Return the splits and the vocabulary size.
 
     `options` are the options of prepare_datasets.py by name; `held_out` is the text of --exclude. Raises UserError if
-    an option, the input or `target` cannot be used. After KeyboardInterrupt, and after RunError unless its message asks
-    for --restart, the same command can be run again.
+    an option, the input or `target` cannot be used. The same command can be run again after KeyboardInterrupt, and
+    after RunError unless its message asks for --restart.
     """
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before `work.open` creates folders
@@ -176,7 +176,7 @@ def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: WorkFo
     for option in ("include", "revision", "delete_after"):
         if options[option]:
             name = f"--{option.replace('_', '-')}"
-            raise UserError(f"{name} needs a Hub dataset as the only INPUT, not {abbreviated(inputs)}; leave it out")
+            raise UserError(f"{name} needs a Hub dataset as the only INPUT, not {abbreviated(inputs)}; omit {name}")
     return find_text(inputs)
 
 
@@ -254,7 +254,7 @@ def _begin_within(
 
 def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
     """Divide the text into splits, shuffle it as the rules say, and write the files of the splits. `pool` has the
-    documents that may be held out, and `text` has all others. Skips steps that are done according to the journal."""
+    documents that may be held out, and `text` has all others. Skips steps that the journal records as done."""
     journal = work.journal
     if journal.phase == "read":
         pool.size = journal.here.pool

@@ -19,8 +19,8 @@ SAMPLE_CHARACTERS = 2**26
 
 
 def check_tokenizer(name: str | None) -> str | None:
-    """Check `name`, the value of --tokenizer. Return the SHA-256 of a tokenizer file, or None for an encoding of
-    tiktoken and for None. Raises UserError if `name` is anything else, or if the tokenizer file cannot be used."""
+    """Check `name`, the value of --tokenizer. Return the SHA-256 of a tokenizer file, or None if `name` is None or an
+    encoding of tiktoken. Raises UserError if `name` is anything else, or if the tokenizer file cannot be used."""
     if name is not None and Path(name, "tokenizer.json").is_file():
         raise UserError(f"--tokenizer {name}: a folder; give its file {Path(name, 'tokenizer.json')}")
     if name is not None and Path(name).is_file():
@@ -70,9 +70,9 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> list[str]:
     """Return the text to train a tokenizer on, in pieces: the beginnings of the files that `source.sampled` chooses.
 
-    If these are the whole text, the held-out splits are left out, unless they depend on a later shuffle. Otherwise,
-    some of the returned documents may be held out later. The options --exclude, --max-documents and --max-tokens do not
-    apply to the sample.
+    The held-out splits are left out if these beginnings are the whole text and no later shuffle decides what is held
+    out. In other cases, some of the returned documents may be held out later. The options --exclude, --max-documents
+    and --max-tokens do not apply to the sample.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS

@@ -5,8 +5,8 @@ the order of their draws until the held-out splits have their shares of the text
 instead of tokens, so that the choice does not depend on the tokenizer, which may be trained on the remaining documents.
 A text can have tens of millions of documents, too many to sort by their draws. Instead, while the text is read, the
 documents with small draws are written to a separate stream, the pool. Only these may be held out. All other documents
-are written to the training stream. At the end, the pool's documents that are not held out are appended to it, in the
-order of their draws.
+are written to the training stream. At the end, the pool's documents that are not held out are appended to this stream,
+in the order of their draws.
 
 With `--split-order given`, or if a split would otherwise get no document, splits are ranges of one stream.
 """
@@ -176,7 +176,7 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
             change = "smaller fractions for other splits" if is_train else f"a larger --{split.name}-fraction"
             raise UserError(
                 f"{split.name} would be empty: there are {size.tokens:,} tokens, {document_count(size.documents)}; "
-                f"give more text, or {change}, and --restart"
+                f"with --restart, give more text, or {change}"
             )
     return splits
 
@@ -196,7 +196,7 @@ def _token_at(stream: TokenStream, place: int, lengths: np.ndarray) -> int:
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
     """Return the first position from `start` on that follows the end of a line or of a document, or `start` if there is
-    none up to LINE_END_SEARCH tokens after it. A position does not count if nothing but white space follows it in the
+    none in the next LINE_END_SEARCH tokens. A position does not count if nothing but white space follows it in the
     stream."""
     first = max(0, start - 1)
     tokens = stream.read(first, LINE_END_SEARCH + start - first).tolist()

@@ -120,8 +120,8 @@ def find_text(patterns: Sequence[str]) -> TextSource:
     """Return the input files that `patterns` (folders, files and globs) name, sorted by name. If the only pattern is a
     folder, the names are relative to it.
 
-    A folder is searched recursively for files whose names show that they are text, except hidden ones. A line on
-    standard error names some of the others. A file that is given by name or matches a glob is read in any case. A file
+    A folder is searched recursively, without hidden files, for files whose names show that they are text. A line on
+    standard error names some other files. A file that is given by name or matches a glob is read in any case. A file
     that is named several times is read once. Raises UserError if there is no file to read for a pattern.
     """
     found: dict[str, Path] = {}
@@ -152,7 +152,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
         ignored += others
     if ignored:
         names = printable(abbreviated(ignored))
-        tell(f"not read (perhaps not text, or a link to a folder or to nothing; to read some, give a glob): {names}")
+        tell(f"not read: {names} (perhaps not text, or a link to a folder or to nothing; to read some, give a glob)")
     once: dict[Path, tuple[str, Path]] = {}  # by the path without links to folders and without ".."
     resolved = cache(Path.resolve)
     for name, path in sorted(found.items()):

@@ -178,13 +178,12 @@ class WorkFolder:
         `options` are the options that determine the splits and the tokenizer; `files` are the [name, version] of each
         input file.
 
-        If the journal of the interrupted work has no tokens (as always for token shards), new work begins if options or
-        files have changed. If it has tokens, other options raise UserError. The option replace_invalid may be added,
+        Interrupted work whose journal has no tokens (as always for token shards) begins anew if options or files have
+        changed. If the journal has tokens, other options raise UserError. The option replace_invalid may be added,
         because all text that was read without it was valid UTF-8.
 
-        While the text is being read, a change of a file that was already read to the end raises UserError. If the file
-        that was being read has changed, reading goes back to `Journal.file_start`. Other changes of files do not
-        matter.
+        In the phase "reading", a change of a file that was already read to the end raises UserError. If the file that
+        was being read has changed, reading goes back to `Journal.file_start`. Other changes of files do not matter.
         """
         if restart:
             self._clear()
@@ -229,8 +228,8 @@ class WorkFolder:
         return journal
 
     def leave(self) -> None:
-        """Delete the work folder, unless its journal has tokens, and then the empty parent folders that `open`
-        created."""
+        """Delete the work folder and then the empty parent folders that `open` created, unless the journal has
+        tokens."""
         journal = _read(self.journal_path, _journal)
         if journal is None or not journal.here.total.tokens:
             with suppress(OSError):
