@@ -28,8 +28,8 @@ from harness.runs.results import LossResult, read_window_losses
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """Verdicts on all arms except the baseline. `title` says what is compared. If nothing can be compared, it says why,
-    and `verdicts`, `closing` and `loss` are empty. `closing` is about training noise (the spread of the loss over
+    """Verdicts on all arms except the baseline. `title` says what is compared. If nothing can be compared, `title` says
+    why, and `verdicts`, `closing` and `loss` are empty. `closing` is about training noise (the spread of the loss over
     seeds) and how many seeds it takes to detect a difference. `loss` is "test loss" or "validation loss"."""
 
     title: str
@@ -70,8 +70,8 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     that of the run `baseline`.
 
     Uses test losses if the baseline's arm and at least one other arm have test losses of the same basis (text and
-    precision), or else the last validation losses in the same way. Of several such bases, uses the one with the most
-    runs; the notes have the verdicts by the losses of the other bases.
+    precision). If not, uses the last validation losses, also of one basis. If several bases are possible, uses the one
+    with the most runs; the notes have the verdicts by the losses of the other bases.
     """
     arms = find_arms(records, baseline)
     own = arms.arm_with(baseline)

@@ -36,8 +36,8 @@ SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of r
 @dataclass(frozen=True)
 class Arms:
     """Arms of an experiment; the runs of an arm differ only in their seeds. `run_names` has the names of each arm's
-    runs, by the name of the arm. `chance` has the values of SEEDS (such as "dropout") whose seeds differ within an arm.
-    `diverged` has the names of diverged runs, finished or not, by the name of their arm."""
+    runs, by the name of the arm. `chance` names what is seeded differently within an arm, such as "dropout". `diverged`
+    has the names of diverged runs, finished or not, by the name of their arm."""
 
     run_names: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
@@ -53,7 +53,8 @@ class Arms:
         return tuple(dict.fromkeys((*self.run_names.get(arm, ()), *self.diverged.get(arm, ()))))
 
     def arm_with(self, run: str) -> str | None:
-        """Return the name of the arm to which the run `run` belongs, diverged or not, or None if there is none."""
+        """Return the name of the arm of the run `run`, even if this run diverged before its end, or None if no arm has
+        it."""
         return next((arm for arm in self.run_names if run in self.members(arm)), None)
 
 
@@ -107,8 +108,8 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
 
 
 def _diverged(records: Sequence[RunRecord], arms: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the diverged runs of each arm: runs of the arm, and unfinished runs that differ from them
-    only in their seeds."""
+    """Return the names of each arm's diverged runs, by the name of the arm. Unfinished runs are included if they differ
+    from the arm's runs only in their seeds."""
     by_name = {record.name: record for record in records}
     found: dict[str, tuple[str, ...]] = {}
     for arm, names in arms.items():
@@ -148,8 +149,8 @@ def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | None) -> dict[str, tuple[str, ...]]:
     """Return the arms (the names of their runs) by the name of the arm. The runs `wide-seed1` and `wide-seed2` are the
-    arm `wide`, if no run or other arm would have this name. Any other arm has the name of its run `baseline` or,
-    without it, of its first run. `taken` has the names of all runs."""
+    arm `wide`, if no run or other arm would have this name. Any other arm is named after the run `baseline` if it has
+    this run, or else after its first run. `taken` has the names of all runs."""
     stems = []
     for arm in arms:
         shared = {SEED_ENDING.sub("", name) for name in arm}

@@ -87,7 +87,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     """Return one chart for each of the `axes` (keys of AXES). All charts show the validation losses of the runs, or the
     training losses if only these are enough for a curve. Runs without enough losses on the text that most runs share
     are left out. Finished runs that differ only in the seed share a curve, with the name of their arm, but a diverged
-    run has its own. A chart may have no curves; its `problems` then have the reasons."""
+    run has a curve of its own. A chart may have no curves; its `problems` then have the reasons."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:

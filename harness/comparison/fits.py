@@ -32,13 +32,13 @@ LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 def fits(table: RunsTable) -> Iterator[str]:
     """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
-    over the global batch size. It is inconclusive if the runs differ in a setting outside LEFT_OPEN, or by more than
-    2 % in the number of tokens. The second fit is of device memory over microbatch size, both as reported by others
-    (reported.json)."""
+    over the global batch size. It is inconclusive if the runs differ by more than 2 % in the number of tokens, or in a
+    setting that must be equal (any outside LEFT_OPEN). The second fit is of device memory over microbatch size, both as
+    reported by others (reported.json)."""
     columns = {column.key: column.cells for column in table.columns}
 
     def numbers(key: str) -> list[Any]:
-        """Return a column's numbers: each run's own or, without one, the reported one, or None."""
+        """Return a column's number for each run: its own, or else the reported one, or None if there is neither."""
         own = columns.get(key, (Cell(None, ""),) * len(table.records))
         theirs = columns.get(f"reported_{key}", own)
         return [mine.value if mine.value is not None else other.value for mine, other in zip(own, theirs, strict=True)]

@@ -31,8 +31,7 @@ HEADINGS = ("machine", "$/h", "tokens/s", "hours", "dollars", "basis")
 
 @dataclass(frozen=True)
 class KnownSpeed:
-    """The speed at which a run was trained on a machine. It is that of training alone, without validation, checkpoints
-    and set-up."""
+    """The speed at which a run was trained on a machine, not counting validation, checkpoints and set-up."""
 
     run: str
     basis: str  # "measured" by this program, or "reported" in reported.json
@@ -46,8 +45,8 @@ class KnownSpeed:
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
     """Yield lines for a terminal: a table of one run's time and cost on each machine, and the reasons why a machine is
-    not in the table. The speeds are those in the folders of `run` and of `others`. Raises UserError if a file of the
-    run or the price list is wrong."""
+    not in the table. The speeds come from the folders of `run` and `others`. Raises UserError if the price list or a
+    file of `run` is wrong."""
     machines, known, name = read_machines(prices), known_speeds(run), run.path.name
     for other in others:
         if other.path.name != name:

@@ -119,11 +119,11 @@ def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
 def seeds_needed(
     spread: Variance, difference: float = DIFFERENCE_TO_DETECT
 ) -> tuple[int | None, int | None, int | None]:
-    """Return how many runs with different seeds each of two configurations needs, so that a two-sided t test at 5 %
-    detects a difference of `difference` nats with a power of POWER. A number above MOST_SEEDS is returned as None.
+    """Return three estimates of the number of seeds that each of two configurations needs, so that a two-sided t test
+    at 5 % detects a difference of `difference` nats with a power of POWER. A number above MOST_SEEDS is None.
 
-    The first number assumes the estimated variance over seeds, `spread`; the second and the third assume the low and
-    the high end of its 95 % chi-squared interval.
+    The first assumes the estimated variance over seeds, `spread`; the second and the third assume the low and the high
+    end of its 95 % chi-squared interval.
     """
     low, high = (spread.df / float(special.chdtri(spread.df, tail)) for tail in (ALPHA / 2, 1 - ALPHA / 2))
     likely, fewest, most = (_runs_for(difference, math.sqrt(factor * spread.value)) for factor in (1, low, high))

@@ -63,8 +63,8 @@ def render(
 
 
 def _rank(column: Column, table: RunsTable) -> tuple[int, int]:
-    """Return the sort key of a column: the one that the table is sorted by, then losses, then settings and the state,
-    then the rest."""
+    """Return the sort key of a column. The column that the table is sorted by comes first, then losses, then settings
+    and the state, then the rest."""
     if column.title == table.sorted_by:
         return 0, -1
     if column.quantity in LOSSES:

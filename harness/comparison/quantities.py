@@ -264,11 +264,10 @@ def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
     """Return a dict from the basis of each result's test loss to the basis of its bits per byte. If the same text was
     cut into different tokens, bits per byte can be compared, but test losses cannot.
 
-    Results do not record whether two datasets with different tokenizers hold the same text. Here they count as the same
-    text under three conditions: the precision is the same; both were measured from the first token of a split of the
-    same name; and the measured numbers of bytes are known exactly and differ by at most a batch of MEASURED_BATCH
-    sequences. The numbers of bytes may differ, because the last tokens of a split are not measured if they do not fill
-    a batch.
+    Results do not record whether two datasets with different tokenizers hold the same text. Two texts count as the same
+    under three conditions: the precision is the same; both were measured from the first token of a split of the same
+    name; and the measured numbers of bytes are known exactly and differ by at most a batch of MEASURED_BATCH sequences.
+    The numbers of bytes may differ, because the last tokens of a split are not measured if they do not fill a batch.
     """
     bases: dict[Basis, Basis] = {}
     firsts: list[tuple[LossResult, float | None, float]] = []  # result, bytes if known exactly, bytes of a window
@@ -301,10 +300,10 @@ def _measurements(
     """Return a run's measurements from its results of the class `kind`, one for each basis, or the reason why there are
     none. `read` returns a result's number and uncertainty, or None if the result does not have this quantity.
 
-    For each basis, the result of the best checkpoint is used, or else that of the latest, or else that of the
-    checkpoint with the highest step; of several results of one checkpoint, the newest. If neither the best nor the
-    latest checkpoint of a finished run was measured, the basis is left out, because the number would not be that of the
-    run's end. Results of an earlier training (aside/) do not count.
+    For each basis, one result is used: the best checkpoint is preferred to the latest, the latest to others, a higher
+    step to a lower one, and of one checkpoint, a newer result to an older one. If neither the best nor the latest
+    checkpoint of a finished run was measured, the basis is left out, because the number would not be that of the run's
+    end. Results of an earlier training (aside/) do not count.
     """
     best_step = record.summary.best_step if record.summary else None
     steps = record.summary.global_steps if record.summary else None
@@ -403,9 +402,9 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
 
 
 def judging_basis(result: InstructionResult) -> Basis:
-    """Return the basis of an instruction score. Scores can be compared if the judge, its URL, the prompt, questions,
-    questions without a score and number of repeats are the same, and all answers were judged together, or each model's
-    alone."""
+    """Return the basis of an instruction score. Scores can be compared if the judge, its URL, the prompt, the
+    questions, the questions without a score and the number of repeats are the same. In addition, all answers must have
+    been judged together, or each model's alone."""
     missing = tuple(number for number, score in enumerate(result.scores, start=1) if score is None)
     identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, missing, result.repeats)
     some = f" without a score for {abbreviated([str(number) for number in missing])}" if missing else ""
@@ -424,8 +423,8 @@ def _scores(record: RunRecord) -> Values:
 
 
 def benchmark_basis(result: BenchmarkResult) -> Basis:
-    """Return the basis of the scores of one task and metric: number of shots, examples, version of lm-eval, and
-    precision."""
+    """Return the basis of the scores of one task and metric: the numbers of shots and examples, lm-eval's version, and
+    the precision."""
     shots = "the task's own shots" if result.num_fewshot is None else f"{result.num_fewshot} shots"
     examples = "all examples" if result.limit is None else f"the first {result.limit} examples"
     identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)
@@ -443,8 +442,8 @@ def _benchmark(task: str, metric: str, record: RunRecord) -> Values:
 
 def _benchmark_while_training(task: str, metric: str, record: RunRecord) -> Values:
     """Return the benchmark score of the last evaluation while training, or the reason why there is none. It is never
-    compared with a score by evaluate_benchmarks.py, because training does not record lm-eval's version. Without its
-    number of examples or its precision, it is compared with no other run's."""
+    compared with a score by evaluate_benchmarks.py, because training does not record lm-eval's version. If its number
+    of examples or its precision is not recorded, it is compared with no other run's score."""
     event = next((each for each in record.benchmarks if (each.task, each.metric) == (task, metric)), None)
     if event is None or event.value is None:
         return Inconclusive("not measured while training" if event is None else "its score is not finite")

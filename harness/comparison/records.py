@@ -274,8 +274,7 @@ def _unfinished_state(
     *,
     is_outdated: bool,
 ) -> State:
-    """Return the state of a run without a summary, or with one that model.json or train.json has outdated
-    (`is_outdated`)."""
+    """Return the state of a run that has no summary, or only an outdated one (`is_outdated`)."""
     held = is_held(run.lock_file)
     if not held and (end := _last_end(run)):
         return end

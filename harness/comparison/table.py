@@ -95,7 +95,7 @@ class Column:
 
     @property
     def is_alike(self) -> bool:
-        """True if several runs have equal cells, which are not empty, and neither direction is better."""
+        """True if there are several cells, all equal and not empty, and neither direction is better."""
         first, *others = self.cells
         is_fact = self.lower_is_better is None and first.value is not None
         return bool(others) and is_fact and all(cell == first for cell in others)
@@ -111,8 +111,8 @@ class Column:
         return " ".join(filter(None, [HEADINGS[self.quantity], reported, further]))
 
     def sort_key(self, row: int) -> tuple[bool, Any]:
-        """Return the key by which this column sorts a row: the best value first, or the lowest if neither direction is
-        better, and rows whose value is None last."""
+        """Return the key by which this column sorts a row. The best value comes first, or the lowest if neither
+        direction is better. Rows whose value is None come last."""
         value = self.cells[row].value
         if value is None:
             return True, 0
@@ -138,8 +138,8 @@ class RunsTable:
 
     def sorted(self, key: str | None) -> RunsTable:
         """Return the table sorted by the column `key`, the best value first, or by the runs' names if `key` is "name".
-        If `key` is None, sorts by the columns whose keys are in LOSSES, or else by the names. Raises UserError if no
-        column has the given key."""
+        If `key` is None, sorts by the losses, in the order of LOSSES, or by the names if there are no losses. Raises
+        UserError if no column has the given key."""
         named = {column.key: column for column in self.columns}
         by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))
@@ -164,7 +164,7 @@ def is_number(value: object) -> bool:
 
 
 def number_text(value: float, style: str) -> str:
-    """Format a number. `style` is a format specification, MONEY or COUNT."""
+    """Format a number. `style` is MONEY, COUNT or a format specification."""
     if abs(value) >= LARGEST_SHOWN:
         return format(value, ".2e")
     if style == MONEY:
@@ -285,8 +285,8 @@ def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_r
 
 
 def table_lines(table: RunsTable) -> Iterator[str]:
-    """Yield the lines of the table for a terminal: one block of the most important columns, and below it the settings
-    that differ, other texts, and the remarks on cells."""
+    """Yield the lines of the table for a terminal: the most important columns in one block, then the settings that
+    differ, then notes and the remarks on cells."""
     remarks: dict[str, int] = {}  # the number of each remark, by its text; the cells show the number
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, max(WIDTH - max(map(len, [*names, "run"])), LEAST_ROOM))

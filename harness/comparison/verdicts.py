@@ -32,9 +32,9 @@ Word = Literal["better", "worse", "inconclusive"]
 @dataclass(frozen=True)
 class Arm:
     """One run, or several runs that differ only in their seeds. `losses` has the loss of each run in nats per token.
-    `windows` has the losses of each run's windows (sequences of context length), [windows], or is None if they are not
-    known for all runs. `names` has the names of the runs, for messages. `diverged` has the names of the arm's runs that
-    have diverged."""
+    `windows` has for each run an array [windows], the loss of each window (sequence of context length), or is None if
+    these are not known for all runs. `names` has the names of the runs, for messages. `diverged` has the names of the
+    arm's runs that have diverged."""
 
     name: str
     losses: Sequence[float]
@@ -48,8 +48,8 @@ class Arm:
 
     @property
     def flaw(self) -> str:
-        """Reason why the arm cannot be compared: it has no run, or a run whose loss is not finite. Empty if there is
-        none."""
+        """Reason why the arm cannot be compared: it has no run, or a run whose loss is not finite. Empty if it can be
+        compared."""
         if not self.losses:
             return f"{self.name} has no run with this loss"
         if np.isfinite(self.losses).all():
@@ -117,7 +117,7 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
       the interval for text noise, if that is known.
     - The arm or the baseline has no run, or a loss that is not finite: inconclusive, and `difference` is None.
-    - The better one of the two has a seed that diverged: inconclusive. A run that diverged before its end has no loss,
+    - The better one of the two has a run that diverged: inconclusive. A run that diverged before its end has no loss,
       so that its arm looks too good.
 
     With 3 to 5 runs per arm, 93.4 to 96.5 % of the 95 % intervals contain the true difference, for normal losses whose
@@ -146,7 +146,7 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
 def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | Inconclusive:
     """Estimate the mean loss of `arm` minus the mean loss of `baseline`. `arms` has all arms of the comparison, these
-    two included: if one of the two has a single run, the spread over seeds is pooled from all arms without a flaw.
+    two included. If one of the two has a single run, the spread over seeds is pooled from all arms without a flaw.
     Returns Inconclusive if one of the two has a flaw."""
     if flaw := arm.flaw or baseline.flaw:
         return Inconclusive(flaw)
@@ -238,11 +238,11 @@ def _tested(
 
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Sequence[str] = ()) -> str:
     """Return sentences on training noise (the spread of the loss over seeds), and on the number of seeds that it takes
-    to detect a difference of 0.01 nats, or that of an inconclusive verdict. `arms` are all compared arms, including the
-    baseline. `chance` names what their seeds change (see `Arms`).
+    to detect a difference of 0.01 nats, or the difference of an inconclusive verdict. `arms` are all compared arms,
+    including the baseline. `chance` names what their seeds change (see `Arms`).
 
-    Each number is for a test of one arm alone against the baseline, without Holm's correction. The numbers leave out
-    the text noise that all runs share.
+    Each number is for a test of one arm against the baseline, without Holm's correction. The numbers leave out the text
+    noise that all runs share.
     """
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:

@@ -24,8 +24,8 @@ COLDEST = 1e-4  # below it, practically only the likeliest token would be drawn,
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rule by which the next token is chosen. It is drawn at random from the `top_k` likeliest tokens (None: all
-    tokens), or is the likeliest one at a temperature below COLDEST. Row i of a batch draws with the seed `seed + i`."""
+    """Rule by which the next token is chosen. The token is drawn at random from the `top_k` likeliest ones (None: all).
+    At a temperature below COLDEST, the likeliest one is taken. Row i of a batch draws with the seed `seed + i`."""
 
     temperature: float = 1.0
     top_k: int | None = 25

@@ -76,8 +76,7 @@ class Scorer:
         """Return the likelihood of each pair (context, continuation) of token ids. A context must have at least one
         token. Collective if `each_batch` is.
 
-        The batches do not depend on the number of ranks, so that the results are the same to the last bit for any
-        number.
+        The batches, and so the results to the last bit, do not depend on the number of ranks.
         """
         own = [list(windows(*pair, self.model.config.context_length)) for pair in pairs]
         wanted: dict[Tokens, dict[Tokens, None]] = {}

@@ -178,8 +178,8 @@ class HeldOutText:
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
         """Measure and return the loss of `model`, which was loaded from the weights of `self.model`. If the weights are
         those of a run's checkpoint, the loss is also written to the run's results. Also finds how much of the split the
-        model was trained on, which the first time reads the train splits. Raises UserError if the model's device does
-        not support the precision, or if the dataset's tokenizer cannot be loaded."""
+        model was trained on; the first call reads the train splits for this. Raises UserError if the model's device
+        does not support the precision, or if the dataset's tokenizer cannot be loaded."""
         device, measured = next(model.parameters()).device, None
         with warned_if_not_kept():  # now, because training may delete the checkpoint meanwhile
             measured = model_in_run(self.model.weights, self.model.config)

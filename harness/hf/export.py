@@ -32,8 +32,8 @@ SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".re
 
 
 def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> None:
-    """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers. `dtype` is a
-    key of DTYPES. A model that no native class of transformers computes is written with its own code.
+    """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers. `dtype` is
+    "fp32", "bf16" or "fp16". A model that no native class of transformers computes is written with its own code.
 
     Raises UserError if `folder` exists and is not empty, or if the tokenizer cannot be exported, and RunError if the
     folder cannot be written. No partial folder remains.
@@ -58,8 +58,8 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
 
 
 def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
-    """Write `model`, which was loaded from `files`, to a new folder that the scripts of Giles Thomas's lab notebook can
-    load, and our own commands, too. `dtype` is a key of DTYPES. Return remarks for the user.
+    """Write `model`, which was loaded from `files`, to a new folder that both the scripts of Giles Thomas's lab
+    notebook and our own commands can load. `dtype` is "fp32", "bf16" or "fp16". Return remarks for the user.
 
     Raises UserError if the notebook's program cannot compute the model, if the model's tokenizer cannot be used, or if
     `folder` exists and is not empty. Raises RunError if the folder cannot be written. No partial folder remains.
@@ -91,8 +91,8 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
     """Write a tokenizer to `folder` in the format of transformers: tokenizer.json and tokenizer_config.json.
-    `name_or_file` is an argument of `load_tokenizer`. `context_length` is recorded as the greatest length of a text in
-    tokens. Raises UserError if the written tokenizer encodes SPLITTING_PROBE differently."""
+    `name_or_file` is "gpt2" or a tokenizer's file. `context_length` is recorded as the greatest length of a text in
+    tokens. Raises UserError if the written tokenizer encodes a test text (SPLITTING_PROBE) differently."""
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(TIKTOKEN_SUFFIX):
         content = json.loads(name_or_file.read_text(encoding="utf-8"))

@@ -1,6 +1,5 @@
-"""Import of a model from a Hugging Face folder or repository as a new run. The model is a GPT-2, or one that the author
-of github.com/gpjt/ddp-base-model-from-scratch (the "notebook") has published.
-"""
+"""Import of a model from a Hugging Face folder or repository as a new run. The model is a GPT-2, or one that Giles
+Thomas, the author of the lab notebook, has published (github.com/gpjt)."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ QKV_BIASES = tuple(f".att.{part}.bias" for part in PARTS)
 
 
 def import_model(source: Path, name: str | None, run: Path) -> str:
-    """Write the model in the folder `source` to a new run directory `run`. Return a text about the tokenizer for the
-    user. meta.json records `name`, the model's name on the Hub, or None for a local folder.
+    """Write the model in the folder `source` to a new run directory `run`. Return a line for the user about the
+    tokenizer. meta.json records `name`, the model's name on the Hub, or None for a local folder.
 
     Raises UserError if `source` holds no model that can be imported, or if `run` exists and is not empty. Raises
     RunError if the run cannot be written. No partial run directory remains.
@@ -38,8 +37,8 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():
         raise UserError(
-            f"{source}: no {CONFIG}, but a {MODEL_JSON}: it already has this program's format, which test_smoke.py and "
-            "others read; do not import it"
+            f"{source}: no {CONFIG}, but a {MODEL_JSON}: the model already has this program's format, which "
+            "test_smoke.py and other commands read; do not import it"
         )
     raw = read_json_object(file)
     is_gpt2 = raw.get("model_type") == "gpt2"
@@ -143,9 +142,9 @@ def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) ->
 
 def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return the keys of model.json for `raw`, the config.json of a model that Giles Thomas (github.com/gpjt) has
-    published. Raises UserError if it is of another type of model, or has a key that import does not support.
+    published. Raises UserError if `raw` is of another type of model, or has a key that import does not support.
 
-    Such a model is the GPT of Raschka's book (Build a Large Language Model (From Scratch), chapter 4) in a wrapper
+    Thomas's models are the GPT of Raschka's book (Build a Large Language Model (From Scratch), chapter 4) in a wrapper
     (github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/). Under "cfg", config.json holds the contents of
     model.json. The wrapper's own code is never run.
     """
@@ -167,7 +166,7 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _weights_of(source: Path) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors, or else of all files that model.safetensors.index.json lists."""
+    """Return the tensors of model.safetensors or, without it, of all files that model.safetensors.index.json lists."""
     if (source / WEIGHTS).is_file():
         return load_weights(source / WEIGHTS)
     if (source / INDEX).is_file():
@@ -181,8 +180,8 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
             tensors |= load_weights(source / file)
         return tensors
     raise UserError(
-        f"{source}: no {WEIGHTS}: the model is incomplete, or its weights are in another format (pytorch_model.bin), "
-        "which can run code when it is read: convert them with transformers' save_pretrained"
+        f"{source}: no {WEIGHTS}: the model is incomplete, or its weights are in another format, such as "
+        "pytorch_model.bin; convert these with transformers' save_pretrained (reading a .bin file can run code)"
     )
 
 

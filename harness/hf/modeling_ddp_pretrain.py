@@ -1,4 +1,4 @@
-"""Class with the interface of transformers' models that wraps the model of gpt.py.
+"""Wrapper of the model of gpt.py, with the interface of transformers' models.
 
 If no native class of transformers computes a model, the model is exported with a copy of this file. The copy is run by
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.

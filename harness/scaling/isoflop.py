@@ -22,8 +22,8 @@ UNDETERMINED = 0.025  # largest fraction of a profile's bootstrap draws that may
 
 @dataclass(frozen=True)
 class Optimum:
-    """Lowest point of a profile's parabola, with intervals: the best number of parameters for the profile's FLOPs, and
-    its number of tokens and loss."""
+    """Lowest point of a profile's parabola: the best number of parameters for the profile's FLOPs, and the number of
+    tokens and the loss of a model of this size, with intervals."""
 
     parameters: Estimate
     tokens: Estimate

@@ -61,8 +61,9 @@ class Law:
         """Return the number of parameters with the lowest loss among all splits of these FLOPs into size and tokens.
 
         With FLOPs = c N^p D, the derivative of L with respect to ln N is zero at N^(alpha + p beta) = (alpha A / (p
-        beta B)) (FLOPs / c)^beta. For c = 6 and p = 1 this is equation 4 of Hoffmann et al. The best size is 0 if the
-        loss does not fall with parameters, as in some resamples, or else infinite if it does not fall with tokens.
+        beta B)) (FLOPs / c)^beta. For c = 6 and p = 1 this is equation 4 of Hoffmann et al. In some resamples, the loss
+        does not fall with parameters: the best size is then 0. If the loss falls with parameters, but not with tokens,
+        the best size is infinite.
         """
         with np.errstate(all="ignore"):  # the exponents of resamples may have any sign, and be near zero
             power = self.alpha + cost.exponent * self.beta
@@ -264,7 +265,7 @@ def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
     about the law.
 
     The scatter is drawn from the residuals of the fit, with random signs, since a few residuals can be lopsided by
-    chance. They are first enlarged, since residuals of the points that were fitted are smaller than those of a new run.
+    chance. The residuals are first enlarged, since those of fitted points are smaller than those of a new run.
     """
     drawn = fit.resampled.loss(plan.parameters, plan.tokens)
     generator = np.random.default_rng(0)

@@ -129,8 +129,7 @@ def _interval(value: Estimate) -> str:
 
 
 def _digits(value: float) -> str:
-    """Format a number with up to four digits, or with all before the decimal point if it is between 1000 and 1e6.
-    Infinity is "unbounded"."""
+    """Format a number with up to four digits, but as a whole number between 1000 and 1e6. Infinity is "unbounded"."""
     if math.isinf(value):
         return UNBOUNDED
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}".replace("e+", "e")
@@ -171,7 +170,7 @@ def _describe_answers(analysis: Analysis) -> list[str]:
             f"    tokens     {_shortened(split.tokens)}",
         ]
         told.append((lines, split.prediction))
-    said = ["Predicted by the law, with 95 % intervals (of the loss: that of a single run)"]
+    said = ["Predicted by the law, with 95 % intervals (those of losses are for a single run)"]
     for lines, prediction in told:
         said += lines
         if prediction.beyond:

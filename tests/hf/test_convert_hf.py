@@ -390,7 +390,7 @@ def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Pa
         ("c/nothing", 'c/nothing: no such folder; tried as a model on the Hub: model "c/nothing": '),
         ("me/nothing", 'error: me/nothing: no such folder; tried as a model on the Hub: model "me/nothing": '),
         ("c/model.safetensors", "c/model.safetensors: not a folder"),
-        ("c", "c: no config.json, but a model.json: it already has this program's format"),
+        ("c", "c: no config.json, but a model.json: the model already has this program's format"),
     ):
         not_imported(tmp_path, source=source, says=says)
     hugging_face_model(tmp_path / "hf")

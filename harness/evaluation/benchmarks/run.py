@@ -129,8 +129,8 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
 
 
 def _settings(task: Any) -> bytes:
-    """Return a task's configuration as JSON. A function is given by its name alone, because lm-eval copies some
-    functions for each loading."""
+    """Return a task's configuration as JSON. Functions are written as their names, because lm-eval copies some
+    functions each time that it loads a task."""
     return to_json(vars(task.config) | {"task_alias": None}, fallback=lambda value: getattr(value, "__name__", None))
 
 
@@ -268,8 +268,8 @@ def quiet_lm_eval() -> Iterator[None]:
 
 
 def _bootstrap_stderr(statistic: Any, values: Sequence[Any], iters: int) -> float:
-    """Return the standard error of a statistic of `values`, from `iters` bootstrap resamples. For up to 1,000 it is the
-    number that lm-eval's `bootstrap_stderr` returns."""
+    """Return the standard error of a statistic of `values`, from `iters` bootstrap resamples. For up to 1,000
+    resamples, lm-eval's `bootstrap_stderr` returns the same."""
     draw = random.Random(0)
     return float(np.std([statistic(draw.choices(values, k=len(values))) for _ in range(iters)], ddof=1))
 

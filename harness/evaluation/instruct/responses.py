@@ -96,9 +96,9 @@ class InstructionSplits(NamedTuple):
 
 
 def local_instructions(file_or_url: str) -> Path:
-    """Return the path of an instruction file. For an http(s) URL, it is the path of a copy in this user's cache, which
-    is downloaded if it is missing. Raises UserError if the download fails, or gives no instruction file (but a login
-    page, for example)."""
+    """Return the path of an instruction file. The file at an http(s) URL is downloaded into this user's cache if it is
+    not there yet. Raises UserError if the download fails, or gives no instruction file (but a login page, for
+    example)."""
     address = urlsplit(file_or_url)
     if address.scheme not in {"http", "https"}:
         return Path(file_or_url)
@@ -132,7 +132,7 @@ class Response(Instruction):
 
 
 class InstructionData(_Part):
-    """The instruction file that the questions come from. `entries` counts those of all parts."""
+    """The instruction file that the questions come from. `entries` is the number of entries in all parts together."""
 
     file: Text
     sha256: str

@@ -37,8 +37,8 @@ class Record(BaseModel):
 class JudgeCache:
     """Context manager for the open cache file, which is locked for this process until it is closed.
 
-    The lock is on the file itself, because a lock by the package filelock would leave a second file, and
-    would not exclude an earlier version of this program.
+    The lock is on the file itself, because a lock by the package filelock would leave a second file, and would not
+    exclude an earlier version of this program.
     """
 
     def __init__(self, path: Path, *others: Path) -> None:
@@ -48,7 +48,7 @@ class JudgeCache:
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
-            raise UserError(f"{path}: not a file; name another one with --cache")
+            raise UserError(f"{path}: not a file; name a file with --cache")
         with os_errors_as(RunError, str(path), "; name another file with --cache"):
             self._file = path.open("a+b", buffering=0)
             if not _lock(self._file.fileno()):

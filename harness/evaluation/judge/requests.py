@@ -246,8 +246,8 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, caches: Sequence
 
     Raises UserError if the judge cannot be asked with these settings, if another process uses the first file, or if one
     of the files is no cache file. Raises RunError if the judge does not answer, or gives no valid answer to the first
-    HOPELESS_PROMPTS prompts, and RunError or OSError if a file cannot be read or written. The answers before an error
-    are in the cache.
+    HOPELESS_PROMPTS prompts. Raises RunError or OSError if a file cannot be read or written. The answers before an
+    error are in the cache.
     """
     prompts = list(_prompts(models, settings))
     names = {key: set(prompt.names) for key, prompt in prompts}
