@@ -89,7 +89,7 @@ def find_unfinished_work(config: TrainConfig, position: Position, meta: Checkpoi
 FIXED_KEYS = {
     key: None if field.is_required() else field.default
     for key, field in TrainConfig.model_fields.items()
-    if key in ("dataset", "start_train_token", "optimizer", "shuffle") or key.endswith("_seed")
+    if key in ("dataset", "start_train_token", "optimizer", "shuffle", "initial_weights") or key.endswith("_seed")
 }
 
 
@@ -140,11 +140,11 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 # Keys whose change at a resumption has no effect on the training loss. Most of them decide only when a checkpoint is
-# saved and which one is the best. initial_weights is read only at the run's start. In place of the keys of the global
-# batch, the resulting accumulation steps are compared.
+# saved and which one is the best. In place of the keys of the global batch, the resulting accumulation steps are
+# compared.
 IRRELEVANT_TO_LOSSES = {
     *("validation_interval", "validation_sequences", "validation_batches", "start_val_token"),
-    *("checkpoint_interval", "initial_weights", "global_batch_size", "gradient_accumulation_steps"),
+    *("checkpoint_interval", "global_batch_size", "gradient_accumulation_steps"),
 }
 
 

@@ -160,8 +160,8 @@ def test_restart_moves_everything_aside(shop: InProcess, finished: Path) -> None
 
 
 def test_a_changed_model_dataset_or_optimizer_is_refused(shop: InProcess, finished: Path) -> None:
-    """Training refuses to resume with another model, optimizer or dataset, and changes no file. A new run may start
-    from the weights."""
+    """Training refuses to resume with another model, optimizer, dataset or initial weights, which are read only at the
+    start, and changes no file. A new run may start from the weights."""
     run = copy_of(finished, "changed")
     shop.add_run("changed", model={"emb_dim": 32}, **SHORT)
     shop.attempt(run="changed").refuses("made with another model: emb_dim: 16 -> 32")
@@ -169,6 +169,8 @@ def test_a_changed_model_dataset_or_optimizer_is_refused(shop: InProcess, finish
     other = 'made with "optimizer": "adamw", but train.json has "muon"; restore the old value, use --restart'
     for arguments in ([], ["--plan"]):
         shop.attempt(*arguments, run="changed").refuses(other)
+    shop.add_run("changed", **SHORT, initial_weights="other.safetensors")
+    shop.attempt(run="changed").refuses('made with "initial_weights": null, but train.json has "other.safetensors"')
     shop.add_run("changed", **SHORT)
     second = InProcess(shop.path / "elsewhere")
     second.add_dataset(tokens=40_000, seed=1)
