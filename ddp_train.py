@@ -328,8 +328,9 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
     """Start or resume training on this rank. `checkpoint` is the command's CHECKPOINT, or None. `began` is the value of
     `time.perf_counter()` from which the run's clock counts.
 
-    If the run is finished, only write what a killed process left unwritten, and send what the mirror lacks. Raises
-    RunStopped if the run stops early, and UserError or RunError if it cannot start or fails."""
+    If the run is finished, only move what is later than a given CHECKPOINT aside, write what a killed process left
+    unwritten, and send what the mirror lacks. Raises RunStopped if the run stops early, and UserError or RunError if it
+    cannot start or fails."""
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock
@@ -345,7 +346,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
     if prepared.is_finished:
         steps = prepared.position.first_step
         say(world, f"{run.path.name} is finished: {steps:,} global steps; --restart trains it again")
-        if prepared.checkpoint and prepared.meta and checkpoint is None:  # no change if CHECKPOINT is given
+        if prepared.checkpoint and prepared.meta and not prepared.is_from_notebook:
             world.on_rank0(partial(rewind, run, prepared.checkpoint, prepared.meta))
         world.on_rank0(partial(restore_summary, prepared, world))
         prepared.uploads.start()

@@ -148,6 +148,20 @@ def test_continued_from_a_named_checkpoint(shop: InProcess) -> None:
     assert_same_end(first, run)
 
 
+def test_back_to_the_end_before_the_budget_was_raised(shop: InProcess) -> None:
+    """A run that was extended, and stopped, is again the one that had finished before: going back moves what is later
+    aside, although no step is left to train."""
+    run = shop.add_run("extended", **COMMON)
+    shop.train_here("extended")
+    once, end = copy_of(run, "once"), list_checkpoints(run / "checkpoints")[-1][1].name
+    shop.add_run("extended", **COMMON | {"min_train_tokens": 3840})
+    shop.train("extended", ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=50)", expect=143)
+    shop.add_run("extended", **COMMON)
+    assert "is finished: 40 global steps" in shop.train_here("extended", end).stdout
+    assert_same_end(once, run)
+    assert summary_of(run)["final_validation_loss"] == summary_of(once)["final_validation_loss"]
+
+
 def test_restart_moves_everything_aside(shop: InProcess, finished: Path) -> None:
     run = copy_of(finished, "again")
     files = [path for path in run.iterdir() if path.is_file() and path.suffix != ".json" and path.name != ".lock"]
