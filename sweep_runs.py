@@ -54,8 +54,8 @@ def make(sweep: Path, runs_dir: Path) -> None:
     made = "1 run" if len(missing) == 1 else f"{len(missing):,} runs"
     already = f", {there:,} {'was' if there == 1 else 'were'} there already" if there else ""
     click.echo(f"{made} made in {runs_dir}{already}")
-    for run in missing:
-        click.echo(f"  {run.name}")
+    for line in [*(f"  {run.name}" for run in missing), *found.overruled()]:
+        click.echo(line)
 
 
 @main.command("plan", short_help="Estimate hours, dollars and disk space.")
@@ -128,6 +128,8 @@ def run_(
     if shortage := plan_sweep(found, planner).disk_shortage(runs_dir):
         raise UserError(f"{runs_dir}: {shortage}")
     write_runs(missing)
+    for line in found.overruled():
+        say(line)
     say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
     survive_closed_output(runner.hang_up)
     if runner.waiting:

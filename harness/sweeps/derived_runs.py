@@ -66,6 +66,10 @@ class DerivedRun:
         """All keys of model.json and train.json, with defaults for missing keys."""
         return _settings(self.model_config, self.train_config)
 
+    def settings_there(self) -> dict[str, Any]:
+        """Return the settings in the run's folder, which training uses. Raises UserError if a file is damaged."""
+        return _settings(load_model_config(self.directory.model_json), load_train_config(self.directory.train_json))
+
     def experiment(self, datasets_dir: Path) -> Experiment:
         return Experiment(self.directory, self.train_config, self.model_config, datasets_dir)
 
@@ -82,9 +86,7 @@ class DerivedRun:
         elif missing := [path.name for path in files if not os.path.lexists(path)]:
             other = f"is a folder without {' and '.join(missing)}, so it is not a run"
         else:
-            there = _settings(
-                load_model_config(self.directory.model_json), load_train_config(self.directory.train_json)
-            )
+            there = self.settings_there()
             free = {*keys_affecting(Affects.NOTHING)} - {"epochs"}  # with min_train_tokens -1, epochs decide the length
             own = {key: value for key, value in self.settings.items() if key not in free}
             found = (first_difference({key: there.get(key)}, {key: value}) for key, value in own.items())

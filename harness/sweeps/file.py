@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from harness.common.errors import UserError, explained
 from harness.common.files import SAFE_NAME, check_name
 from harness.common.json_files import SCHEMA_KEY, parse_config, read_json_object
-from harness.common.messages import quoted
+from harness.common.messages import abbreviated, paragraph, quoted
 from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, DerivedRun, derive, load_base, unknown_key
 
 LARGEST_POINTS = 1000  # more runs are probably a typing error, or need another program
@@ -178,6 +178,18 @@ class SweepRuns:
             with explained(f"{self.path}: makes "):
                 run.check_startable()
         return found
+
+    def overruled(self) -> list[str]:
+        """Return a note, in lines, on keys that affect no result and have other values in the folder of an unfinished
+        run than in the sweep. Raises UserError as `missing` does."""
+        found: dict[str, list[str]] = {}  # names of runs, by the key
+        for run in self.runs:
+            there = run.settings_there() if run.is_made() and not run.directory.summary.exists() else run.settings
+            for key in [key for key, value in run.settings.items() if there[key] != value]:
+                found.setdefault(key, []).append(run.name)
+        names = [*dict.fromkeys(name for each in found.values() for name in each)]
+        said = f"note: {', '.join(found)}: training uses the values in train.json of {abbreviated(names)}"
+        return paragraph(f"{said}, which differ from the sweep's") if found else []
 
 
 def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:

@@ -294,6 +294,10 @@ def test_what_affects_no_result_may_be_changed_in_a_runs_folder(shop: Workshop) 
     train = json.loads(path.read_text())
     path.write_text(json.dumps(train | {"max_hours": 9.0, "price_per_hour": 72.0, "stop_if_diverged": False}))
     assert sweep.missing() == []
+    said = "note: stop_if_diverged, price_per_hour, max_hours: training uses the values in train.json of s-seed1, which"
+    assert " ".join(sweep_command(shop, "make").stdout.split()).endswith(f"{said} differ from the sweep's")
+    add_summary(sweep.runs[0])
+    assert sweep_command(shop, "make").stdout == f"0 runs made in {shop.runs}, 2 were there already\n"
     path.write_text(json.dumps(train | {"learning_rate": 0.5}))
     refusal(sweep.missing, begins=f"{shop.runs / 's-seed1'}: there is another run of this name (learning_rate: 0.5")
 
