@@ -166,8 +166,8 @@ def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tenso
 
 
 def _add_product(total_WxC: Tensor, errors_RxW: Tensor, features_RxC: Tensor, *, is_first: bool) -> None:
-    """Add errors.T @ features to `total_WxC`, or overwrite it with the product if `is_first`. On a CPU the product is
-    rounded to the factors' precision first, because torch cannot add it in the precision of `total_WxC` there."""
+    """Add errors.T @ features to `total_WxC`, or overwrite it with the product if `is_first`. On a CPU, torch cannot
+    add the product in the precision of `total_WxC`, so the product is first rounded to the factors' precision."""
     beta = 0 if is_first else 1
     if total_WxC.dtype == errors_RxW.dtype:
         torch.addmm(total_WxC, errors_RxW.T, features_RxC, beta=beta, out=total_WxC)
@@ -290,7 +290,7 @@ def fused_kernel(
 def _compiled_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float
 ) -> None:
-    """Run the compiled `fused_kernel`. Calls with different numbers of rows above 1 share one compilation."""
+    """Run the compiled `fused_kernel`. Calls with any number of rows above 1 share one compilation."""
     for tensor in (logits_RxW, targets_R, losses_R):  # mark_dynamic is documented, but only under this private name
         torch._dynamo.mark_dynamic(tensor, 0)
     # torch.compile compiles once for each state of autograd's dispatch keys, and callers differ in this state. Without

@@ -55,8 +55,8 @@ def should_compile(setting: bool | Literal["auto"], device: torch.device) -> boo
 
 
 def not_compiled(setting: bool | Literal["auto"], device: torch.device) -> str | None:
-    """Return a note for the user if the model is not compiled on a GPU because a tool is missing, though `setting` is
-    "auto". Return None otherwise."""
+    """Return a note for the user if `setting` is "auto" and the model is not compiled on a GPU because a tool is
+    missing, else None."""
     missing = missing_tool(device) if setting == "auto" and device.type == "cuda" else None
     return f"{NOT_COMPILED}: compiling needs {missing}" if missing else None
 
@@ -90,7 +90,7 @@ def missing_tool(device: torch.device) -> str | None:
 def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Make this process compute attention with the kernel that `setting`, train.json's `attention`, names. "auto" means
     FlashAttention 3 or 4 if it is installed and can compute this model's attention, and else torch's choice. Calls that
-    the kernel cannot compute, such as those with a mask or in fp32 for samples, take another kernel.
+    the kernel cannot compute, such as those with a mask or in fp32, take another kernel.
 
     Raises UserError if the kernel cannot train a model of this shape in `dtype` on this GPU, or cannot be loaded.
     """
@@ -164,8 +164,8 @@ def explain_failed_attention(error: BaseException) -> str | None:
 
 
 def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
-    """Disable cuDNN's attention kernel in this process if it may round `drop_rate`, that is, unless the rate is a
-    multiple of 1/16. From 2.12 on, torch itself avoids the kernel for such rates
+    """Disable cuDNN's attention kernel in this process if `drop_rate` is not a multiple of 1/16, because the kernel may
+    round it. From 2.12 on, torch itself avoids the kernel for such rates
     (https://github.com/pytorch/pytorch/pull/174245)."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if device.type == "cuda" and version < (2, 12) and not (drop_rate * CUDNN_DROPOUT_STEPS).is_integer():
@@ -177,8 +177,8 @@ def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
     None otherwise. The caller checks that FlashAttention may be used.
 
     FlashAttention 2 keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the share is a
-    multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention). It needs
-    compute capability 8.0.
+    multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention). FlashAttention
+    2 needs compute capability 8.0.
     """
     share = 1 - (math.floor(255 * (1 - drop_rate)) + 1) / 256
     if device.type != "cuda" or math.isclose(share, drop_rate, abs_tol=1e-9):

@@ -33,8 +33,8 @@ class Precision:
     @classmethod
     def resolve(cls, name: str, device: torch.device, *, place: str = 'train.json: key "precision"') -> Precision:
         """Return the precision that `name` (bf16, fp16, fp32 or auto) means on `device`. "auto" is bf16 on a CUDA
-        device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere. The precision of an evaluation thus
-        does not depend on the kind of CPU.
+        device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere, so that evaluations have the same
+        precision on every CPU.
 
         Raises UserError for "bf16" on a CUDA device that would only emulate it. `place` is the key or option that gave
         `name`, for the error's message.
@@ -83,8 +83,8 @@ class Precision:
         return torch.autocast(self.device_type, DTYPES[self.name])
 
     def allow_tf32(self) -> None:
-        """Let tensor cores compute fp32 matrix products as TF32, from now on in this process, if the precision is fp32
-        on a CUDA device. Factors are rounded to TF32's 10 bits of mantissa, and sums are in fp32."""
+        """Let tensor cores compute fp32 matrix products as TF32, from now on in this process. Does nothing in another
+        precision or on a CPU. Factors are rounded to TF32's 10 bits of mantissa, and sums are in fp32."""
         if self.name == "fp32" and self.device_type == "cuda":
             torch.set_float32_matmul_precision("high")
 

@@ -100,17 +100,17 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """Return `train`, a recorded train.json, with its budget given as `min_train_tokens`: the tokens of `recorded`, the
-    record of this budget. In this form, equally long budgets are equal. If `recorded` is None, return `train`
-    unchanged."""
+    """Return `train`, a recorded train.json, with `min_train_tokens` in place of its budget. The number of tokens is
+    that of `recorded`, the record of this budget. Budgets of equal length are then equal. If `recorded` is None, return
+    `train` unchanged."""
     if recorded is None:
         return train
     return {**train, recorded.key: None, "min_train_tokens": recorded.tokens}
 
 
 def wanted_tokens(train: Mapping[str, Any], recorded: Budget | None) -> int | None:
-    """Return the number of tokens of a whole run, or None if it is not known. It is that of the `recorded` budget if
-    `train` still has this budget, else `train`'s `min_train_tokens`."""
+    """Return the number of tokens of a whole run: that of the `recorded` budget if `train` still has this budget, else
+    `train`'s `min_train_tokens`. Returns None if the number is not known."""
     if recorded is not None and train.get(recorded.key) == recorded.value:
         return recorded.tokens
     tokens = train.get("min_train_tokens")

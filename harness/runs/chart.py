@@ -71,7 +71,7 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
 
 def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]]]:
     """Return the points (global step, accuracy) of each benchmark task, by the label of the task's line in the chart.
-    Tasks that have none of ACCURACIES are left out."""
+    Tasks without a metric in ACCURACIES are left out."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for event in events:
         if isinstance(event, BenchmarkEvent) and event.value is not None:

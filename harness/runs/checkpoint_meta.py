@@ -93,7 +93,7 @@ class TrainState(Progress):
 
     def measured(self, training_seconds: float) -> Measured:
         """Return the steps, tokens and seconds of training since the measurement of the speed began. `training_seconds`
-        is how long the run has trained so far, including the time before."""
+        is how long the run has trained in all."""
         return Measured(
             global_steps=self.global_step - self.measured_from_step,
             tokens=self.tokens_seen - self.measured_from_tokens,
@@ -114,9 +114,9 @@ class TrainState(Progress):
 
         The level is an exponential moving average of the loss over about `patience` / 2 reports. The run has diverged
         if the level has been more than DIVERGED_BY above its lowest value for at least `patience` times `interval`
-        global steps, and the last validation loss, if there is one, is more than DIVERGED_BY / 2 above the lowest
-        validation loss. Once there is a lowest value, each loss, finite or not, is capped at that value plus twice
-        DIVERGED_BY, so that a spike is soon forgotten.
+        global steps. A run whose last validation loss is at most DIVERGED_BY / 2 above its lowest one has not diverged.
+        Once the level has a lowest value, each loss, finite or not, is capped at that value plus twice DIVERGED_BY, so
+        that a spike is soon forgotten.
 
         Without validation there are false alarms if the text stays much harder for a long time, or if a report covers
         only a few hundred tokens.
@@ -150,8 +150,8 @@ class TrainState(Progress):
         self.has_diverged = self.global_step - since >= patience * interval and not is_near_lowest
 
     def close_loss_period(self) -> None:
-        """Set `train_loss` to the mean loss over the reports since the previous call, if there were any. Call this
-        before each planned checkpoint."""
+        """Set `train_loss` to the mean loss over the reports, if any, since the previous call. Call this before each
+        planned checkpoint."""
         if self.loss_count:
             self.train_loss = self.loss_sum / self.loss_count
         self.loss_sum, self.loss_count = 0.0, 0
@@ -214,9 +214,9 @@ def validation_text(
 def tokens_by_source(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
 ) -> dict[str, tuple[int, int]]:
-    """Return two numbers for each dataset that a run trains on, by the dataset's name: how many of the run's first
-    `tokens_seen` tokens were from it, and the tokens of one pass over it. The dict is empty if the numbers are not
-    recorded. The other arguments are those of `validation_text`."""
+    """Return, by name, two numbers for each dataset that a run trains on: how many of the run's first `tokens_seen`
+    tokens were from it, and how many tokens one pass over it has. The dict is empty if the numbers are not recorded.
+    The other arguments are those of `validation_text`."""
     try:
         sources = dataset.get("sources") or {dataset["name"]: {"weight": 1.0, **dataset}}
         order = WindowOrder(

@@ -59,9 +59,9 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 
 
 def choose_start(folder: Path, name: str | None) -> Path | None:
-    """Return the checkpoint to resume from: `name` or, if it is None, `latest`, even if there is a newer one. If the
-    link `latest` is lost, return the newest checkpoint. Return None if `name` is None and there is no checkpoint.
-    Raises UserError if `name` or the target of `latest` is missing."""
+    """Return the checkpoint to resume from: `name` or, if it is None, the target of the link `latest`, even if another
+    checkpoint is newer. If this link is lost, return the newest checkpoint. Return None if `name` is None and there is
+    no checkpoint. Raises UserError if `name` or the link's target is missing."""
     latest = folder / LATEST
     if name not in (None, LATEST) or latest.is_symlink():
         return find_checkpoint(folder, LATEST if name is None else name)
@@ -102,7 +102,7 @@ class Checkpoint:
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint into `folder`, flush it to disk, and point the link `latest` to it. If
     `checkpoint.meta.is_best` is true, point the link `best` to it, too. Return the checkpoint's path. Half-written
-    files that killed processes left in `folder` are removed.
+    files of killed processes are removed from `folder`.
 
     Raises RunError if the checkpoint cannot be written. Earlier checkpoints are unchanged in that case.
     """
@@ -300,8 +300,8 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> None:
-    """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, and point the link
-    `latest` to `start`, and `best` to the best checkpoint that `start` records. If there is no such checkpoint, remove
+    """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, point the link `latest`
+    to `start`, and the link `best` to the best checkpoint that `start` records. If there is no such checkpoint, remove
     the link `best`.
 
     `make_aside` creates a new folder for old results and returns its path. It is called only if there are checkpoints

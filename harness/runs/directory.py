@@ -47,8 +47,8 @@ def _tell_left_out(reason: str) -> None:
 
 
 def _plain_name(runs_dir: Path, text: str) -> str:
-    """Return the name of the run that `text` gives: this name, or the path of the run's folder in `runs_dir`. The run
-    need not exist. Raises UserError if `text` is neither."""
+    """Return the name of the run that `text` gives, as a name or as the path of a folder in `runs_dir`. The run need
+    not exist. Raises UserError if `text` is neither."""
     text = text.rstrip(os.sep)
     if os.sep not in text or "\0" in text:
         return check_name(text, "run")
@@ -66,8 +66,8 @@ def _plain_name(runs_dir: Path, text: str) -> str:
 
 
 def unused_name(folder: Path, ending: str = "") -> Path:
-    """Return an unused path in `folder`. Its name is the current second (UTC) or the first later one that is free, and
-    `ending`."""
+    """Return an unused path in `folder`. Its name is the current second (UTC), or the first later one that is free,
+    followed by `ending`."""
     moment = time.time()
     while True:
         path = folder / f"{time.strftime(NAME_OF_SECOND, time.gmtime(moment))}{ending}"

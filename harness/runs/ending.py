@@ -156,8 +156,8 @@ def warn(text: str) -> None:
 
 def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
     """Send an event to `url` as JSON, or do nothing if there is no URL. `event` is "start", "end" or "failure". `state`
-    is "training", "failed" or a value of STATES. If the event cannot be sent, print a warning without the URL, which is
-    a secret."""
+    is "training", "finished", "stopped", "diverged" or "failed". If the event cannot be sent, print a warning without
+    the URL, which is a secret."""
     if url is None:
         return
     from harness.runs.metrics import read_progress  # imported late: the watcher stays small while it waits

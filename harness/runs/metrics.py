@@ -144,8 +144,8 @@ class MetricsFile:
         are first written to a file in the folder that `make_aside` returns, and flushed to the disk. Raises RunError if
         a file cannot be written, and OSError if metrics.jsonl cannot be read.
 
-        The line of a planned checkpoint itself (a CheckpointEvent) is kept, or appended if it is missing. Training
-        writes it after it has saved the checkpoint, so it lies beyond that length.
+        A planned checkpoint's own line (a CheckpointEvent) is kept, or appended if missing. This line lies beyond that
+        length, because training writes it after saving the checkpoint.
 
         If no line ends at that length, because the file was truncated or edited, its whole lines up to the checkpoint's
         step are kept instead, and a warning is printed.

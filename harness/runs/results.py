@@ -227,8 +227,8 @@ def _write(run: RunDirectory, name: str, content: bytes, what: str) -> Path:
 
 
 def read_results(run: RunDirectory) -> Results:
-    """Return all results of a run, except those of microbatch searches. A file that cannot be used is not a result but
-    a problem."""
+    """Return all results of a run, except those of microbatch searches. A file that cannot be used is listed in
+    `problems`."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
         if path.name.startswith(SEARCH_PREFIX):

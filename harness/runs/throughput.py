@@ -49,8 +49,8 @@ class Measured(BaseModel):
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any], *, same_batch: bool = False) -> bool:
     """Return True if the two train.json `then` and `now` agree in KERNEL_KEYS and `batch_ramp`. With `same_batch`, they
-    must agree in BATCH_KEYS, too. On the same machine, a step with the same model and batch then takes the same time. A
-    key that is missing in `then` or `now` is not compared.
+    must agree in BATCH_KEYS, too. Agreement means that a step with the same model and batch takes the same time on the
+    same machine. A key that is missing in `then` or `now` is not compared.
 
     `batch_ramp` is compared, because a speed that was measured during a ramp includes smaller batches.
     """
@@ -86,8 +86,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s of a device in dense 16-bit matrix products, given the name that its driver reports, or
-    None if it is not known."""
+    """Return the peak FLOP/s of a device in dense 16-bit matrix products, or None if it is not known. `device_name` is
+    the name that the driver reports."""
     words = re.split(r"[ -]", device_name)
     # A slice of a GPU, or a variant with fewer or more units
     if not {"MIG", "Laptop", "D", "Ti"}.isdisjoint(words):
@@ -103,8 +103,8 @@ def unknown_peak(device_name: str) -> str | None:
 
 
 def mfu(tokens_per_second: float, flops_per_token: int, device_name: str) -> float | None:
-    """Return the model FLOPs utilization (PaLM, arXiv:2204.02311), given the tokens per second of one device: the
-    FLOP/s that the model needs at this speed, over the device's peak. Returns None if the peak is unknown."""
+    """Return the model FLOPs utilization (PaLM, arXiv:2204.02311): the FLOP/s that the model needs at this speed, over
+    the device's peak. `tokens_per_second` is that of one device. Returns None if the peak is unknown."""
     peak = peak_flops(device_name)
     return None if peak is None else tokens_per_second * flops_per_token / peak
 
@@ -115,7 +115,7 @@ def cost(seconds: float, price_per_hour: float) -> float:
 
 
 def cost_by_phase(seconds: Mapping[str, float], price_per_hour: float | None) -> dict[str, float] | None:
-    """Return the dollars of each phase, given its seconds, rounded to a millionth. Return None if there is no price."""
+    """Return the dollars of each phase, rounded to a millionth, given its seconds. Return None if there is no price."""
     if price_per_hour is None:
         return None
     return {phase: round(cost(spent, price_per_hour), 6) for phase, spent in seconds.items()}

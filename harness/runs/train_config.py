@@ -36,15 +36,15 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 class BatchScale(BaseModel):
     """Value of the key `scale_with_batch`: the global batch that learning rates and weight decay were tuned with, and
-    the length of run that weight decay was tuned with. harness/planning/rates.py has the formulas that scale learning
-    rates and weight decay to this run."""
+    the length of the run that weight decay was tuned with. harness/planning/rates.py has the formulas that scale
+    learning rates and weight decay to this run."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     reference_tokens: Positive
     """Tokens of the global batch that learning rates and weight decay were tuned with."""
     reference_train_tokens: Positive | None = None
-    """Tokens of the run that weight_decay was tuned with; null: weight decay is not scaled to the run's length."""
+    """Tokens of the run that weight_decay was tuned with; null: weight decay is not scaled to this run's length."""
 
 
 class DepthScale(BaseModel):
@@ -115,7 +115,7 @@ class TrainConfig(RunFile):
     front to back."""
     # Affects the result only with min_train_tokens -1, because it then decides the length of the run.
     epochs: Annotated[Annotated[float, Field(gt=0, le=1e6)] | Literal["repeat"] | None, Affects.NOTHING] = None
-    """Most passes over the train split that the budget may take: a number, or "repeat" for any number; null: one."""
+    """Largest number of passes over the train split that the budget may take; "repeat": any number; null: one."""
     validation_interval: Positive | None = None
     """Global steps between validations; absent: no validation."""
     validation_sequences: Positive | None = None
@@ -230,7 +230,7 @@ class TrainConfig(RunFile):
     report_interval: Annotated[Positive, Affects.NOTHING] = 10
     """Global steps between reports."""
     max_skipped_steps: Annotated[Positive, Affects.NOTHING] = 10
-    """The run ends, as diverged, if the gradients of this many steps in a row, up to a report, were not finite."""
+    """At a report, the run ends as diverged if the gradients of this many steps in a row were not finite."""
     stop_if_diverged: Annotated[bool, Affects.NOTHING] = True
     """End a run whose training loss has long been far above its own lowest level."""
     price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(default=None, ge=0, le=LARGEST_PRICE)
@@ -258,8 +258,7 @@ class TrainConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _linear_to_zero(cls, raw: Any) -> Any:
-        """Return `raw`. If the schedule is linear and `min_lr_ratio` is missing, add this key with the value 0, its
-        default for such a schedule, so that files that record only the given keys record it, too."""
+        """Return `raw`, with `min_lr_ratio` set to 0 if the schedule is linear and this key is missing."""
         if isinstance(raw, dict) and raw.get("lr_schedule") == "linear" and "min_lr_ratio" not in raw:
             return {**raw, "min_lr_ratio": 0.0}
         return raw
@@ -281,7 +280,7 @@ class TrainConfig(RunFile):
         if isinstance(self.dataset, list) and len(self.dataset_weights) < len(self.dataset):
             raise ValueError('key "dataset": names a dataset twice; add up its weights')
         if self.data_seed is not None and not self.shuffle:
-            raise ValueError('key "data_seed": belongs with "shuffle": true; remove it, or shuffle')
+            raise ValueError('key "data_seed": belongs with "shuffle": true; remove it, or set that')
         if self.max_dollars is not None and not self.price_per_hour:
             raise ValueError('key "max_dollars": needs "price_per_hour" above 0; give it, or use "max_hours"')
         if self.notify is not None and not self.notify.startswith(("http://", "https://")):

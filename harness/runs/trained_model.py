@@ -75,13 +75,13 @@ class TrainedModel:
         source = model_json or next((path for path in candidates if path.is_file()), None)
         if source is None and (folder / "config.json").is_file():
             raise UserError(
-                f"{folder}: a model in transformers' format; give the run that it was exported from, or make a run of "
-                f"it, if it is a GPT-2: convert_hf.py import {folder} RUN"
+                f"{folder}: a model in transformers' format; give the run that it was exported from or, if it is a "
+                f"GPT-2, make a run of it: convert_hf.py import {folder} RUN"
             )
         if source is None:
             raise UserError(
                 f"{folder}: no model.json or meta.json describes the model of these weights; give MODEL_JSON WEIGHTS "
-                "(convert_hf.py: --model-json)"
+                "(for convert_hf.py, give --model-json)"
             )
         config = _config_in(source)
         if label is None:
@@ -97,8 +97,8 @@ class TrainedModel:
 
     @property
     def run(self) -> RunDirectory | None:
-        """The run directory that contains the weights, in a checkpoint or beside its model.json, or None if there is
-        none. Any folder with a model.json counts as a run directory."""
+        """The run directory that contains the weights, in a checkpoint or directly, or None. Any folder with a
+        model.json counts as a run directory."""
         found = _place_in_run(self.weights)
         run = RunDirectory((found.run.path if found else self.weights.parent).resolve())
         return run if run.model_json.is_file() else None
@@ -152,7 +152,7 @@ def _config_in(source: Path) -> ModelConfig:
 
 
 def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
-    """Return the one model that a command line names, as `find_models` does. Raises UserError if it names several."""
+    """Return the one model that a command line names (see `find_models`). Raises UserError if it names several."""
     found = find_models(words, runs_dir)
     if len(found) > 1:
         raise UserError(f"{' '.join(words)}: {len(found)} models; give one, as RUN[:CHECKPOINT] or MODEL_JSON WEIGHTS")
@@ -250,8 +250,8 @@ def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
 
 
 def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -> None:
-    """Raise UserError if the tokenizer has more than `vocab_size` tokens, the model's number. The message names the
-    folder of `weights`."""
+    """Raise UserError if the tokenizer has more tokens than the model (`vocab_size`). The message names the folder of
+    `weights`."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"{weights.parent}: its tokenizer has {tokenizer.vocab_size:,} tokens, but the model only "

@@ -108,8 +108,8 @@ class AdamW(torch.optim.AdamW):
         }
 
     def named_state(self, world: World, into: NamedState) -> NamedState:
-        """Return the whole optimizer state by parameter name, in fp32, on rank 0. On other ranks, and as long as no
-        update was made and no state was loaded, return an empty dict.
+        """Return the whole optimizer state by parameter name, in fp32, on rank 0. On other ranks, and before the first
+        update or `load_named_state`, return an empty dict.
 
         The state is copied into `into`: on rank 0, tensors in host memory with the shapes of `state_shapes`; on other
         ranks, an empty dict. Every parameter must have had a gradient. On a GPU, the copies may still be running when

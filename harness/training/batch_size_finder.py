@@ -58,8 +58,8 @@ COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 
 def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    """Find and print the largest microbatch that fits into the device's memory, or into `memory_limit_gib` GiB unless
-    it is None. Rank 0 also writes the result into the run's folder. With `write`, rank 0 then sets `microbatch_size` in
+    """Find and print the largest microbatch that fits into the device's memory or, if given, into `memory_limit_gib`
+    GiB. Rank 0 also writes the result into the run's folder. With `write`, rank 0 then sets `microbatch_size` in
     train.json to the largest size that training accepts, up to the size found. Collective: joins the other ranks, and
     leaves them at the end.
 
@@ -209,8 +209,8 @@ class MicrobatchSearcher:
         Validation is not run, because it never needs more memory than training.
 
         On a CPU a step takes seconds or minutes. So the first step there, which creates the optimizer's state, has
-        microbatches of one sequence. With a compiled model they are full, because another size would be compiled
-        separately.
+        microbatches of one sequence. With a compiled model its microbatches are full, because another size would be
+        compiled separately.
 
         The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
         the others waiting. In training on several ranks, gradients are in DDP's buckets, which exist during every

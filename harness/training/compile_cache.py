@@ -1,8 +1,8 @@
 """Compiled code, kept in the run's folder, so that a later start on another machine or after a reboot compiles nothing.
 
-Loading such a file can execute any code, and a run's folder may come from somebody else. So every file is signed with a
-secret of this user, and a file without the right signature is not loaded. A start on another machine loads the files
-only if the secret is the same there (see `_secret`).
+Loading a file of compiled code can execute any code, and a run's folder may come from somebody else. So every file is
+signed with a secret of this user, and a file without the right signature is not loaded. A start on another machine
+loads the files only if the secret is the same there (see `_secret`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class CompileCache:
 
     @classmethod
     def of(cls, experiment: Experiment, config: TrainConfig, world: World) -> CompileCache:
-        """Return the cache of this rank. The ranks of the first machine write it. On a CPU it is always empty, because
-        torch's artifacts do not contain what the C++ compiler makes. `config` is the experiment's train.json with its
-        precision resolved."""
+        """Return the cache of this rank. Only ranks of the first machine write their caches. On a CPU the cache is
+        always empty, because torch's artifacts do not contain what the C++ compiler makes. `config` is the experiment's
+        train.json with its precision resolved."""
         folder = experiment.run.compile_cache
         if world.device.type != "cuda":
             return cls(folder, "cpu", 0, writes=False)

@@ -71,8 +71,8 @@ class Evaluations:
         """Return the mean loss (nats per token) over train.json's validation sequences after global step `step`. Also
         return the mean loss on each dataset of a mixture, by its name; for a single dataset the dict is empty.
 
-        Raises RunStopped on every rank if a reason to stop interrupts the evaluation on any rank. It is interrupted
-        because torchrun kills ranks 30 seconds after a signal.
+        Raises RunStopped on every rank if a reason to stop interrupts the evaluation on any rank. The evaluation is not
+        finished first, because torchrun kills ranks 30 seconds after a signal.
         """
         losses = {
             name: self._loss(loader, count, Place(step, "validation"))

@@ -15,8 +15,8 @@ from harness.model.kernels import explain_failed_attention, explain_nondetermini
 @contextmanager
 def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None]:
     """Context manager that explains failures of the device. Raises RunError if it is out of memory, and UserError if an
-    attention kernel fails or `deterministic` does not allow an operation. Raises PeerError if the connection to another
-    rank is lost, or RunStopped if a signal has asked this rank to stop."""
+    attention kernel fails or `deterministic` does not allow an operation. If the connection to another rank is lost,
+    raises PeerError, or RunStopped if a signal has asked this rank to stop."""
     try:
         with connection_errors_as_peer_errors():
             yield
@@ -33,8 +33,8 @@ def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None
             raise
         reason = str(error).splitlines()[0] if str(error) else "out of memory"
         remedy = (
-            "lower it (ddp_train.py -f finds the largest that fits), and, unless global_batch_size or batch_ramp is "
-            "set, raise gradient_accumulation_steps to keep the global batch size"
+            "lower it (ddp_train.py -f finds the largest that fits); to keep the global batch, raise "
+            "gradient_accumulation_steps, if neither global_batch_size nor batch_ramp is set"
             if microbatch_size > 1
             else "set activation_checkpointing, or make the model or its context_length smaller"
         )

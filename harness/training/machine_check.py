@@ -110,7 +110,7 @@ def report_machine(experiment: Experiment | None, folder: Path) -> None:
             over = f"{measured.global_steps:,} steps in {measured.seconds:,.1f} s"
             show(f"training {experiment.run.path.name}: {measured.tokens_per_second:,.0f} tokens/s ({over})")
         if slow:
-            raise world.collective_error(f"{'; '.join(slow)}: end what else runs there, or rent another machine")
+            raise world.collective_error(f"{'; '.join(slow)}: end other programs there, or rent another machine")
     world.leave()
 
 
@@ -187,8 +187,7 @@ def measure_devices(world: World) -> tuple[list[DeviceRates], list[str]]:
 
 
 def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
-    """Return by how much each slow rate is below the median of all ranks (0.25: by a quarter), by rank and name of the
-    rate."""
+    """Return, by rank and name of the rate, the fraction by which each slow rate is below the median of all ranks."""
     found: dict[tuple[int, str], float] = {}
     for what, least in SLOW.items():
         values = {rank: value for rank, each in enumerate(rates) if (value := getattr(each, what)) is not None}
@@ -198,8 +197,8 @@ def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
 
 
 def describe_disk(folder: Path) -> str:
-    """Write a file in `folder` to its disk and read it, and return both rates as text. The file has no name, so that it
-    is gone however this process ends. Raises RunError if either fails."""
+    """Measure writing a file in `folder` to disk and reading it back, and return both rates as text. The file has no
+    name, so that it is gone however this process ends. Raises RunError if the disk cannot be measured."""
     part = os.urandom(DISK_PART_BYTES)
     remedy = " while the disk was measured; free some space there, or rent another machine"
     with os_errors_as(RunError, str(folder), remedy), tempfile.TemporaryFile(dir=folder) as file:
@@ -307,8 +306,8 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
     """Return typical sizes of DDP's buckets in bytes, in ascending order and each once. By default, the first bucket
-    has 1 MiB and the others 25 MiB. The gradient of the token embedding has a bucket of its own if it is larger.
-    Without an experiment, the embedding of GPT-2 small is assumed."""
+    has 1 MiB and the others 25 MiB. If the token embedding's gradient is larger, it has a bucket of its own. Without an
+    experiment, the embedding of GPT-2 small is assumed."""
     bucket_mb = experiment.config.bucket_mb if experiment else None
     bucket = 2**20 * (bucket_mb or 25)
     vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)

@@ -66,7 +66,7 @@ class Console:
 
     def start(self) -> None:
         """Show the bar from now on, if standard error is a terminal. Messages of the start-up, which are printed
-        directly, would break an earlier bar."""
+        directly, would break a bar shown before."""
         # On a terminal that does not report its size, tqdm would show nothing.
         if self.visible and sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno())):
             # The numbers include the time left. tqdm's other fields would push the numbers off an 80-column screen.
@@ -247,7 +247,7 @@ class Reporter:
             cause, remedy = f"{key} {getattr(config, key):g} of train.json", f"raise {key} and {EXIT.again}"
         elif reason == DIVERGED and self.skipped_in_a_row >= self.prepared.experiment.config.max_skipped_steps:
             cause = f"max_skipped_steps (gradients were not finite in {self.skipped_in_a_row} steps in a row)"
-            remedy = f"give a CHECKPOINT well before step {step} and lower learning_rate or set clipping_max_norm"
+            remedy = f"give a CHECKPOINT well before step {step}, and lower learning_rate or set clipping_max_norm"
         elif reason == DIVERGED:
             since = state.above_level_since
             cause = f"stop_if_diverged (the training loss has been far above its lowest value since about step {since})"
@@ -308,7 +308,7 @@ class Reporter:
         )
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
-        """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl. Does nothing on ranks
+        """Write an event to metrics.jsonl. `kind` is its class, and `values` are its own fields. Does nothing on ranks
         other than 0."""
         if not self.world.is_main:
             return
@@ -328,9 +328,9 @@ def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
-    """Write and print the summary of a finished run from its last checkpoint, if the run's process ended before it
-    could. In that case summary.json is missing, or it has fewer tokens than the checkpoint, because it was written
-    before the user raised the run's budget. Rank 0 only. Raises RunError if summary.json cannot be written."""
+    """Write and print the summary of a finished run from its last checkpoint, if summary.json is missing, or is from
+    before the user raised the budget and has fewer tokens than the checkpoint. Rank 0 only. Raises RunError if
+    summary.json cannot be written."""
     meta, run = prepared.meta, prepared.experiment.run
     if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return

@@ -135,8 +135,8 @@ class HostCopies:
                 buffer = torch.empty(size, dtype=torch.uint8)
             except RuntimeError:
                 raise RunError(
-                    f"out of memory: the copy of a checkpoint needs {size / GIB:.2f} GiB of the host's; {MORE_MEMORY}, "
-                    f"and {EXIT.again} to continue"
+                    f"out of memory: the copy of a checkpoint needs {size / GIB:.2f} GiB of host memory; {MORE_MEMORY}"
+                    f", and {EXIT.again} to continue"
                 ) from None
         if self._keep:
             self._buffer = buffer

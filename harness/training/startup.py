@@ -1,4 +1,5 @@
-"""Checks of a run's lock, dataset, checkpoint and plan. A run that fails one is refused before anything is built."""
+"""Checks of a run's lock, dataset, checkpoint and plan. A run that fails a check is refused before anything is
+built."""
 
 from __future__ import annotations
 
@@ -153,8 +154,8 @@ def check_ceilings(experiment: Experiment, clock: Clock, meta: CheckpointMeta | 
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:
     """Return the name of the run's precision. With "auto" before and now, a resumed run keeps its checkpoint's
     precision, if this device supports it, so that a move to another processor does not silently change the results.
-    Between CPU and GPU it is chosen anew. Raises UserError if this device does not support the precision that
-    train.json names."""
+    After a move between CPU and GPU, it is chosen anew. Raises UserError if this device does not support the precision
+    that train.json names."""
     best = Precision.for_training(config.precision, device).name
     if config.precision != "auto" or meta is None or meta.device is None or meta.train.get("precision") != "auto":
         return best

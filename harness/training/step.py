@@ -109,7 +109,7 @@ class OptimizerStep:
         `decay_factor` times the weight decays. If the gradients' norm is not finite, the weights and the optimizer's
         state stay unchanged on all ranks.
 
-        This is decided on the device, and the host does not wait for it. Collective if the model is wrapped in
+        The norm is checked on the device, and the host does not wait. Collective if the model is wrapped in
         DistributedDataParallel or the optimizer's state is sharded.
         """
         losses_A, expert_tokens = self.accumulate(microbatches)
@@ -237,9 +237,9 @@ def build_training_step(
     """Return the OptimizerStep of an experiment. Its model has new weights, drawn from torch's global generator, and is
     wrapped in DistributedDataParallel if `world` has several ranks.
 
-    The watchdog guards `place` while the ranks exchange the weights. `config` is the experiment's train.json, in which
-    the precision is resolved (not "auto"). For training, scaled values have also replaced the ones given. Some settings
-    act on the whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
+    A rank that is stuck while the ranks exchange the weights is reported at `place`. `config` is the experiment's
+    train.json, in which the precision is resolved (not "auto"). For training, its scaling rules are also applied. Some
+    settings act on the whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
     """

@@ -87,8 +87,8 @@ class StatePartition:
         return cls(world.rank, world.size, world.size > 1)
 
     def cut(self, sizes: Mapping[str, int]) -> list[Shard]:
-        """Cut parameters of the given sizes (numbers of elements, by name) into shards, and return the shards. All
-        ranks own about equally many elements in all."""
+        """Cut parameters of the given sizes (numbers of elements, by name) into shards, and return the shards. Each
+        rank owns about the same number of elements."""
         total, before, shards = sum(sizes.values()), 0, []
         for name, size in sizes.items():
             bounds = [total * rank // self.size - before for rank in range(self.size + 1)]

@@ -142,6 +142,6 @@ def test_memory_that_is_not_there_is_not_blamed_on_the_gpu(monkeypatch: pytest.M
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(RunError, match="of the host's; give the process more memory") as failed:
+    with pytest.raises(RunError, match="of host memory; give the process more memory") as failed:
         HostCopies(CPU, keep=False).copy(tree())
     assert is_out_of_memory(failed.value), "-f takes it for a microbatch that does not fit"
