@@ -58,7 +58,7 @@ def main(
     as_json: bool,
 ) -> None:
     """Compare RUNs: names of folders in --runs-dir, patterns like 'lr-*', or paths. Without a RUN, compare all runs
-    except those never trained, or these if there are no others.
+    that were ever trained, or all runs if none was.
 
     Prints a table with a row for each run: results, speed, time and cost. Below the table are the settings that differ.
     Numbers share a column only if they were measured on the same text or task.

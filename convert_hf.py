@@ -72,8 +72,8 @@ def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, forma
 @click.argument("run")
 @RUNS_DIR
 def import_(source: str, run: str, runs_dir: Path) -> None:
-    """Import a model as the new run RUN: a GPT-2 (OpenAI's small to XL, or another of this architecture), or one that
-    Giles Thomas (github.com/gpjt) published ("model_type": "gpjtgpt2").
+    """Import a model as the new run RUN. The model is a GPT-2 (OpenAI's small to XL, or another of this architecture),
+    or one that Giles Thomas (github.com/gpjt) published ("model_type": "gpjtgpt2").
 
     SOURCE is a folder that transformers saved, or the name of a model on the Hugging Face Hub, such as
     openai-community/gpt2. Only weights, configuration and tokenizer are read; code that comes with a model is neither

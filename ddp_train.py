@@ -139,9 +139,9 @@ class Trainer:
         """Do the work that is due after global step `step`. If an earlier process has done a part of it, `due` names
         the rest. The checkpoint comes last, because it records the results of the other work.
 
-        Raises RunStopped on every rank if an evaluation is interrupted, and, unless this is the last step, if there is
-        a reason to stop after a checkpoint, or if the run has diverged. Raises RunError on every rank as
-        `Checkpointer.save` does, and on rank 0 alone if metrics.jsonl cannot be written.
+        Raises RunStopped on every rank if an evaluation is interrupted. After any step but the last, also raises it if
+        the run has diverged, or if there is a reason to stop after a checkpoint. Raises RunError on every rank if the
+        ranks' weights differ or a checkpoint cannot be written, and only on rank 0 if metrics.jsonl cannot be written.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = due or position.due_after(step, config)

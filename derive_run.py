@@ -55,7 +55,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
 
     VALUE is parsed as JSON if it is valid JSON; otherwise it is text. null removes the key. The file derived.json in
     NEW records BASE and the keys that differ. If --set dataset names datasets in DATASETS_DIR, NEW also gets their
-    vocabulary size (unless BASE's is larger by less than 128), and validates on no more sequences than their validation
+    vocabulary size, unless BASE's is larger by less than 128. NEW validates on no more sequences than their validation
     splits have, in a smaller microbatch if necessary. If a dataset has no validation split, NEW does not validate. If
     the train splits are too short, NEW trains on all that they have (in as many passes as BASE's "epochs" allows), and
     a long warm-up is shortened. A key that is given by --set is not changed. To derive several runs at once, use

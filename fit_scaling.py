@@ -123,7 +123,8 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, object] | None) -> Plan:
     """Return the parameters, tokens and FLOPs of the training whose loss a --predict option asks for. `text` is the
     option's value: the name of a run, or for example `parameters=1e9,tokens=2e10`, whose FLOPs `cost` computes.
-    `trained_on` is `Points.trained_on` of the points to which the law is fitted.
+    `trained_on` has the dataset and the context length of the runs to which the law is fitted, or is None if it is
+    fitted to points from a file.
 
     Raises UserError if the text or the run is wrong, or if the law does not hold for the run.
     """

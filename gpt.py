@@ -430,7 +430,7 @@ class GPTModel(nn.Module):
         biases are zero.
 
         The standard deviation of projections into the residual stream is divided by √(2·n_layers), because each block
-        adds to the stream twice; with "zero_residual" these projections start at zero.
+        adds to the stream twice. If `initialisation` is "zero_residual", these projections start at zero.
         """
         modules = list(self.modules())
         into_residual: set[nn.Module] = {each.out_proj for each in modules if isinstance(each, CausalSelfAttention)}

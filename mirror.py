@@ -54,7 +54,7 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
 
     Settings and results that are here already are not replaced. Summary, chart and metrics here are kept if the run is
     being trained here, if it has a newer checkpoint here than at URL, or if the newest checkpoint at URL is in its
-    aside/. Otherwise those at URL replace them, if they are whole and fit the checkpoints here.
+    aside/. Otherwise they are replaced by those at URL, if those are whole and fit the checkpoints here.
     """
     from harness.mirror.home import fetch_run
 
@@ -81,8 +81,9 @@ def follow(url: str, run: str) -> None:
 def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
     """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings.
 
-    Checkpoints at URL that the run has left here (they are in its aside/) are set aside at URL, too (as
-    meta-aside.json): no machine continues from them. Summary and chart at URL are then replaced or deleted.
+    Checkpoints that the run has abandoned by going back (they are in its aside/ here) are set aside at URL, too: their
+    meta.json becomes meta-aside.json, so that no machine continues from them. In this case, summary and chart at URL
+    are replaced or deleted.
     """
     from harness.mirror.home import push_run
     from harness.mirror.store import reason_of

@@ -59,7 +59,7 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 @click.option(
     "--delete-after",
     is_flag=True,
-    help="Download the files of a Hub dataset next to OUTPUT_DIR, and delete each after reading.",
+    help="Download the files of a Hub dataset to a folder beside OUTPUT_DIR, and delete each after reading.",
 )
 @click.option("--tokenizer", help="gpt2, another encoding of tiktoken, or a tokenizer.json.  [default: gpt2]")
 @click.option(
@@ -81,15 +81,15 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     type=click.Choice(["seeded", "given"]),
     default="seeded",
     show_default=True,
-    help="seeded: hold out documents drawn with a fixed seed, or the end of a text of few long ones. given: hold out "
-    "the last ones; fractions then count documents, not bytes.",
+    help="seeded: hold out documents drawn with a fixed seed, or the end of the text if its documents are few and "
+    "long. given: hold out the last documents; fractions then count documents, not bytes.",
 )
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
-    help="Shuffle all training documents with this seed. With --split-order given, shuffle all documents, and hold out "
-    "the last ones afterwards. Without a seed, a text of up to 16,384 documents is shuffled and a longer one only in "
-    "part; neither is shuffled if its end is held out.",
+    help="Shuffle all training documents with this seed. If --split-order is 'given', shuffle all documents, and hold "
+    "out the last ones afterwards. Without a seed, a text whose end is held out is not shuffled, another text of up to "
+    "16,384 documents is shuffled, and a longer one is shuffled only in part.",
 )
 @click.option(
     "--exclude",
@@ -128,13 +128,13 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> None:
     """Make a token dataset from INPUT in OUTPUT_DIR (DATASETS_DIR/owner/name).
 
-    INPUT is a folder, a file or a glob, or several of these. Of a folder, parquet, JSON lines (.jsonl) and text (.txt)
-    files are read, also with .gz or .zst. Any other file is read if it is given by name or glob: .json as JSON lines,
-    the rest as text. INPUT can also be the name of a dataset on the Hugging Face Hub. To resume an interrupted
+    INPUT is a folder, a file or a glob, or several of these. In a folder, files of parquet, JSON lines (.jsonl) and
+    text (.txt) are read, also with .gz or .zst. Any other file is read if it is given by name or glob: .json as JSON
+    lines, the rest as text. INPUT can also be the name of a dataset on the Hugging Face Hub. To resume an interrupted
     preparation, run the same command again.
 
-    Each document ends with the token <|endoftext|>, or <|end_of_text|> if --tokenizer is a tokenizer.json that has only
-    the latter. Inside a document, the token's name is ordinary text.
+    Each document ends with the token <|endoftext|>, or with <|end_of_text|> if --tokenizer is a tokenizer.json that has
+    only that one. Inside a document, the token's name is ordinary text.
     """
     interrupt_on_stopping_signals()
     tell_how_to_continue("--restart" if options["restart"] else None)

@@ -40,9 +40,9 @@ def main() -> None:
 @RUNS_DIR
 def make(sweep: Path, runs_dir: Path) -> None:
     """Write a folder for each run of SWEEP.json, beside the folder of the base run. If one folder cannot be written,
-    none is.
+    none is written.
 
-    Runs that exist already are not changed. It is an error if a folder of the same name holds another run.
+    Runs that exist already are not changed. It is an error if one of the folders holds another run.
     """
     from harness.sweeps.derived_runs import write_runs
     from harness.sweeps.file import load_sweep

@@ -156,7 +156,7 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
 
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     """Ask the judge to score the answers, print the scores, and write them to the run if the responses file `path` is
-    in its folder. The judge's answers are kept in judgements.jsonl beside `path`."""
+    in the run's folder. The judge's answers are kept in judgements.jsonl beside `path`."""
     from harness.evaluation.judge.report import judge_and_report
     from harness.evaluation.judge.requests import OPENAI_URL, JudgeSettings
 

@@ -87,8 +87,8 @@ def run_stages(bench: Workbench, stages: list[str], seconds: float) -> bool:
 
 
 def run_stage() -> None:
-    """Run the stage that sys.argv names. Kill this process and all that it has started when the command that started it
-    has ended, even by SIGKILL."""
+    """Run the stage that sys.argv names. Kill this process group once the command that started it has ended, even by
+    SIGKILL."""
     parent, stage, shipped_runs, work, out, tiny = sys.argv[1:]
 
     def end_with_command() -> None:
@@ -104,8 +104,8 @@ def run_stage() -> None:
 
 
 def measured_rows(bench: Workbench) -> list[str]:
-    """Return the rows of the table in docs/performance.md that are for this machine's GPU, or new ones, with the
-    tokens/s that were measured with DistributedDataParallel in their last column."""
+    """Return the rows of the table in docs/performance.md that are for this machine's GPU, or new rows if there are
+    none. Their last column has the tokens/s that were measured with DistributedDataParallel."""
     device, rows = find_device(bench.device), []
     known = TABLE.read_text(encoding="utf-8").splitlines()
     speeds = {row["stage"]: row.get("tokens_per_second") for row in bench.rows() if row["table"] == "step"}

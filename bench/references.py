@@ -96,8 +96,8 @@ class NanoBlock(nn.Module):
 
 
 class NotebookModel(nn.Module):
-    """GPT as in Giles Thomas's lab notebook, but without dropout: separate query, key and value projections, norms and
-    attention in elementary operations, and all logits stored."""
+    """GPT as in Giles Thomas's lab notebook, with separate query, key and value projections, norms and attention in
+    elementary operations, and all logits stored, but without dropout."""
 
     def __init__(
         self, config: ModelConfig, block: Callable[..., nn.Module] = Block, norm: Callable[..., nn.Module] = Norm

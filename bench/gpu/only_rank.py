@@ -24,7 +24,7 @@ class OnlyRank(int):
 
 
 def train_alone() -> None:
-    """Run ddp_train.py, with this process's arguments, as the only rank of such a world."""
+    """Run ddp_train.py, with this process's arguments, as one rank that does all that a rank does among several."""
     store = socket.create_server(("127.0.0.1", 0))  # the rank takes it over
     host, port = store.getsockname()
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), STORE_DESCRIPTOR: str(store.detach())}

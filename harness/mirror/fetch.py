@@ -43,8 +43,8 @@ def step_of(name: str) -> int:
 
 
 def recency(name: str) -> tuple[int, str]:
-    """Return a sort key for the names of checkpoints: by step, and of the same step by date. A step has a second
-    checkpoint if a resumed run did work after it, such as an interrupted evaluation."""
+    """Return a key that sorts the names of checkpoints by step, then by date. A step has a second checkpoint if a
+    resumed run did more work at that step, such as an interrupted evaluation."""
     return step_of(name), name
 
 
@@ -93,9 +93,10 @@ def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, Checkp
 
 
 def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
-    """Return name and meta.json of the newest whole checkpoint in the mirror if it is newer than the one that the run
-    would continue from here, and None otherwise. Checkpoints that the run has left by going back are ignored. Raises
-    RunError if the mirror cannot be read, and UserError as `refuse_if_set_aside` does."""
+    """Return name and meta.json of the newest whole checkpoint in the mirror, or None if none is newer than the local
+    one that the run would continue from. Checkpoints that the run has abandoned by going back are ignored. Raises
+    RunError if the mirror cannot be read, and UserError if another machine has set the run's latest checkpoint aside.
+    """
     try:
         files = without_left(run, mirror.files())
         found = newest_in_mirror(mirror, files)
@@ -109,18 +110,19 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
 
 
 def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
-    """Make the newest whole checkpoint in the mirror the latest one here, if it is newer than the one that the run
-    would continue from here. Unless it is here already, fetch it, with the run's results, metrics, summary, chart and
+    """Make the newest whole checkpoint in the mirror the latest one here, if it is newer than the local one that the
+    run would continue from. Unless it is here already, fetch it, with the run's results, metrics, summary, chart and
     best checkpoint. Return its name, or None if no checkpoint was taken from the mirror. Checkpoints that the run has
-    left by going back are ignored.
+    abandoned by going back are ignored.
 
-    `check` is called before a checkpoint is fetched, and raises UserError if that is not one of this run. A checkpoint
-    that is damaged in the mirror is skipped with a warning, and the next older one is tried. If the run's own latest
-    checkpoint is damaged and the mirror has no newer one, the mirror's copy replaces it, and the damaged one is moved
-    to a folder below `aside/`.
+    `check` is called before a checkpoint is fetched, and raises UserError if that checkpoint is not one of this run. A
+    checkpoint that is damaged in the mirror is skipped with a warning, and the next older one is tried. If the run's
+    own latest checkpoint is damaged and the mirror has no newer one, the mirror's copy replaces it, and the damaged one
+    is moved to a folder below `aside/`.
 
-    Raises RunError if the mirror cannot be read or a file cannot be moved. Raises UserError as `check` and
-    `refuse_if_set_aside` do, or if there is no checkpoint here and those in the mirror are damaged.
+    Raises RunError if the mirror cannot be read or a file cannot be moved. Raises UserError as `check` does, if another
+    machine has set the run's latest checkpoint aside, or if there is no checkpoint here and those in the mirror are
+    damaged.
     """
     there, brought, is_damaged = retried(mirror, mirror.files), None, False
     files = without_left(run, there)
@@ -143,27 +145,28 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
         shutil.rmtree(path, ignore_errors=True)
     if is_damaged and brought is None and not _local_name(run):
         raise UserError(
-            f"mirror {mirror.name}: no checkpoint there is whole; ddp_train.py --restart trains anew and leaves them "
-            "there, --mirror none trains without a mirror, and mirror.py fetch --without-weights brings the metrics"
+            f"mirror {mirror.name}: no checkpoint there is whole; ddp_train.py --restart trains anew and leaves the "
+            "damaged ones there; ddp_train.py --mirror none trains without a mirror; mirror.py fetch --without-weights "
+            "brings the metrics"
         )
     return brought
 
 
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
-    """Return a function that returns True for the name of a checkpoint that the run has left here by going back to an
-    earlier step: it was moved to a folder below `aside/` and not fetched again, while the mirror with these `files`
-    still has its meta.json. Earlier checkpoints that are not here, down to the step that the run went back to, count as
-    left, too, because a machine need not have all checkpoints of the mirror. (Names begin with the date.)"""
+    """Return a function that returns True for the name of a checkpoint that the run has abandoned on this machine by
+    going back to an earlier step. Such a checkpoint was moved to a folder below `aside/` and not fetched again, while
+    its meta.json is still among the mirror's `files`. Older checkpoints that are not here, down to the step that the
+    run went back to, count as abandoned, too, because a machine need not have all checkpoints of the mirror."""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
-    last = max(moved - {*here}, default="")
+    last = max(moved - {*here}, default="")  # the newest, because names begin with the date
     stayed = max((step for name, step in here.items() if name <= last), default=-1)
     return lambda name: name not in here and name <= last and step_of(name) > stayed
 
 
 def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
-    """Return the mirror's `files` without meta.json and measurements of the checkpoints that the run has left by going
-    back. The next upload sets them aside in the mirror, but this process may start before it."""
+    """Return the mirror's `files` without meta.json and measurements of the checkpoints that the run has abandoned by
+    going back. Only the next upload sets these files aside in the mirror."""
     is_left = left_by_going_back(run, files)
 
     def is_gone(file: str) -> bool:
@@ -210,9 +213,9 @@ def is_set_aside(files: dict[str, int], name: str) -> bool:
 def _bring_checkpoint(
     run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta, damaged: str | None
 ) -> bool:
-    """Fetch a checkpoint that is not here, or is `damaged` here, with all that belongs to it. Then set the links
-    `latest` and `best`. Return False if the checkpoint is damaged in the mirror. `damaged` is None or names a
-    checkpoint that is damaged here; it is moved to a folder below `aside/` when a whole copy replaces it.
+    """Fetch a checkpoint, with all that belongs to it, if it is not here or is damaged here. Then set the links
+    `latest` and `best`. Return False if the checkpoint is damaged in the mirror. `damaged` is the name of a checkpoint
+    that is damaged here, or None. That checkpoint is moved to a folder below `aside/` when a whole copy replaces it.
 
     The checkpoint gets its name after all other files have been fetched, so that after a kill the next process fetches
     what is missing.
@@ -312,8 +315,8 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
 
 
 def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> None:
-    """Replace metrics.jsonl with the mirror's. If the local file is not the beginning of that file, it is first moved
-    to a folder below `aside/`."""
+    """Replace metrics.jsonl with the mirror's. If the mirror's does not begin with the local one, the local one is
+    first moved to a folder below `aside/`."""
     content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
     if len(content) < meta.metrics_bytes:
         tell(
@@ -342,7 +345,7 @@ def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, 
 
 
 def tokens_of_summary(content: bytes | None) -> float:
-    """Return the tokens of the training that a summary.json describes: 0 without one, infinity if it is damaged."""
+    """Return the number of training tokens in a summary.json: 0 if there is no such file, infinity if it is damaged."""
     with suppress(ValueError, AttributeError, TypeError):
         return float(json.loads(b"{}" if content is None else content).get("tokens_seen", 0))
     return math.inf

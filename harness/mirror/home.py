@@ -66,7 +66,7 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
     """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. Settings and
     results that are here are not replaced. Nor are summary, chart and metrics if the run here has a newer checkpoint
-    than the mirror, has left the mirror's newest one by going back, or is being trained.
+    than the mirror, has abandoned the mirror's newest one by going back, or is being trained.
 
     Raises UserError if there is no such run, if the run here is another experiment or cannot be read, or, with weights,
     if another process uses it. Raises RunError if the mirror cannot be read or a file cannot be moved.
@@ -109,8 +109,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
 
 
 def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
-    """Return True if a checkpoint of the last step of the training that `summary` describes has been set aside among a
-    mirror's `files`."""
+    """Return True if, by a mirror's `files`, a checkpoint of the last step in `summary` has been set aside."""
     with suppress(UserError, OSError):
         last = (read_summary(summary).global_steps or 0) - 1
         return any(step_of(name) == last and is_set_aside(files, name) for name in names_in(files))
@@ -118,9 +117,9 @@ def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
 
 
 def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: bool) -> bool:
-    """Return True if the mirror's summary and chart may replace the run's: not if the mirror's summary is damaged. With
-    a checkpoint here, also return False if the mirror's summary describes fewer tokens than the summary here or, with
-    weights, more than the newest checkpoint here."""
+    """Return True if the mirror's summary and chart may replace the run's. A damaged summary may not. With a checkpoint
+    here, the mirror's summary must describe at least as many tokens as the summary here and, with weights, at most as
+    many as the newest checkpoint here."""
     there = tokens_of_summary(retried(mirror, lambda: mirror.read(run.summary.name)))
     if there == math.inf or not (checkpoints := list_checkpoints(run.checkpoints)):
         return there < math.inf
@@ -130,9 +129,9 @@ def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: boo
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
-    """Return True if the mirror's metrics, `content`, may replace the run's: always if there is no checkpoint here, and
-    otherwise if they agree with those here up to the newest checkpoint, and are not just the beginning of those here.
-    """
+    """Return True if the mirror's metrics, `content`, may replace the local ones. Without a checkpoint here, they
+    always may. With one, both must agree up to the newest checkpoint, and the mirror's must not be just the beginning
+    of the local ones."""
     here, checkpoints = run.metrics.read_bytes() if run.metrics.exists() else b"", list_checkpoints(run.checkpoints)
     if not checkpoints:
         return True
@@ -210,8 +209,8 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
         found = retried(mirror, lambda: newest_in_mirror(mirror, files))
         if found and recency(found[0]) > recency(here[-1][1].name if here else ""):
             raise UserError(
-                f"mirror {mirror.name}: has {found[0]}, which is newer than {run.path}: `uv run mirror.py fetch` "
-                "brings it; to send the older state, use another URL"
+                f"mirror {mirror.name}: has {found[0]}, which is newer than all checkpoints in {run.path}: "
+                "`uv run mirror.py fetch` brings it; to send the older state, use another URL"
             )
         uploads = Uploads(run, mirror, lease, keep=None, start_step=here[-1][0] if here else -1)
         uploads.verify()

@@ -50,8 +50,8 @@ class Lease:
         self._lost: str | None = None
 
     def take(self, *, wait: bool, take_over: bool) -> None:
-        """Write owner.json and keep it fresh from now on. If another machine is the owner and has been heard from
-        within LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at
+        """Write owner.json and keep it fresh from now on. If another machine is the owner and was heard from in the
+        last LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at
         once. Without either of them, raises UserError. Raises RunError if owner.json cannot be read or written."""
         told = False
         while not take_over:
@@ -67,7 +67,7 @@ class Lease:
             if not wait:
                 raise UserError(
                     f"mirror {self._mirror.name}: {other} trains this run, {heard}: stop it there; --take-over takes "
-                    "the run now, and ddp_train.py --wait waits until it has ended or been silent for "
+                    "the run now, and ddp_train.py --wait waits until that machine has ended it or been silent for "
                     f"{rough_duration(LEASE_SECONDS)}"
                 )
             if not told:
@@ -89,8 +89,8 @@ class Lease:
             raise LeaseLost(self._lost)
 
     def release(self) -> None:
-        """Stop renewing the lease, and delete owner.json unless it names another machine, so that another machine can
-        take the run at once. Raises the errors of the store."""
+        """Stop renewing the lease, and delete this machine's owner.json, so that another machine can take the run at
+        once. Raises the errors of the store."""
         self._released.set()
         with self._using, suppress(LeaseLost):
             self.check()
@@ -119,8 +119,8 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
     """Return the host that owns the run in a mirror, and the seconds for which it was silent. Return None and 0 if the
     run has no owner, or if the owner is the machine with the id `own`.
 
-    With `own`, if the store says when files were written, the silence is measured by the store's clock, which is read
-    by writing and deleting a file. Otherwise the time in owner.json is compared with this machine's clock, so the
+    If `own` is given and the store says when files were written, the silence is measured by the store's clock, which is
+    read by writing and deleting a file. Otherwise the time in owner.json is compared with this machine's clock, so the
     seconds can be negative. Raises the errors of the store.
     """
     owner = _parse(mirror.read(OWNER))

@@ -81,7 +81,7 @@ def connect(
 
 
 def check_checkpoint(mirror: Mirror, experiment: Experiment, provenance: Provenance, meta: CheckpointMeta) -> None:
-    """Raise UserError if this experiment cannot continue the checkpoint of the mirror that `meta` describes."""
+    """Raise UserError if this experiment cannot continue from the mirror's checkpoint, which `meta` describes."""
     try:
         check_continuable(meta, experiment.run.checkpoints, provenance)
     except UserError as error:
@@ -90,8 +90,8 @@ def check_checkpoint(mirror: Mirror, experiment: Experiment, provenance: Provena
 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
     """Raise UserError if the model in the mirror's model.json is not the run's, or if the mirror's train.json has
-    another value of one of FIXED_KEYS. Missing files are ignored, and both if one is damaged. Raises RunError if the
-    mirror cannot be read."""
+    another value of one of FIXED_KEYS. Missing files are ignored; if one file is damaged, both are ignored. Raises
+    RunError if the mirror cannot be read."""
     try:
         read = [retried(mirror, partial(mirror.read, name)) or b"null" for name in ("model.json", "train.json")]
         model, train = (strict_json(content.decode("utf-8-sig")) for content in read)
@@ -109,5 +109,6 @@ def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
 
 def another_experiment(mirror: Mirror, difference: str) -> UserError:
     return UserError(
-        f"mirror {mirror.name}: holds another experiment: {difference}; give another mirror or rename the run"
+        f"mirror {mirror.name}: holds another experiment: {difference}; to keep both, give another mirror or rename "
+        "the run"
     )

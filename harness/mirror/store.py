@@ -1,5 +1,5 @@
-"""A run's folder in a mirror: a bucket, a server or another disk, which fsspec reads and (except for the Hub's buckets)
-writes.
+"""A run's folder in a mirror, which is a bucket, a server or another disk. fsspec reads and writes it, but does not
+write into the Hub's buckets.
 
 Every file in a mirror appears whole or not at all: object stores ensure that, and on `file` and `sftp` a file gets its
 name by a rename.
@@ -44,8 +44,8 @@ class Mirror:
     errors of the store's library, which `reason_of` turns into text."""
 
     def __init__(self, url: str, run_name: str) -> None:
-        """Check the URL. Nothing is read or written. Raises UserError if the URL is wrong, or if its library is not
-        installed."""
+        """Check the URL. Nothing is read or written. Raises UserError if the URL is wrong, or if the library for its
+        scheme is not installed."""
         self.scheme = check_url(url)
         self.run_name = run_name
         self.url = url.rstrip("/")
@@ -105,7 +105,7 @@ class Mirror:
         return {name.strip("/")[start:]: int(info["size"] or 0) for name, info in found.items()}
 
     def runs(self) -> list[str]:
-        """Return the names of the folders in a mirror that was opened without a run's name, sorted."""
+        """Return the sorted names of the folders in a mirror that was opened without a run's name."""
         fs = self._fs
         try:
             listed = fs.ls(self._root, detail=True)
@@ -225,7 +225,7 @@ def check_url(url: str) -> str:
         raise UserError(f'mirror (train.json\'s key "mirror", or --mirror) {shown}: unknown scheme; there are {there}')
     user = rest.partition("/")[0].rpartition("@")[0]
     if "?" in rest or ":" in rest.rpartition("@")[0] or (user and scheme != "sftp"):
-        raise UserError(f"mirror {shown}: must have no credentials or query (?) in it; instead: {CREDENTIALS[scheme]}")
+        raise UserError(f'mirror {shown}: must have no credentials and no "?" in it; instead: {CREDENTIALS[scheme]}')
     parts = [part for part in rest.split("/") if part]
     if scheme == "hf" and (parts[:1] != ["buckets"] or len(parts) < 3):
         raise UserError(f"mirror {shown}: must be hf://buckets/OWNER/NAME, with or without a folder after it")

@@ -1,7 +1,7 @@
 """Upload of a run's files to its mirror, in a thread that training never waits for.
 
-A checkpoint's meta.json is sent last, after metrics.jsonl, to which it refers. A checkpoint that a newer one has
-overtaken before its turn is sent only if it is the best.
+A checkpoint's meta.json is sent last, after metrics.jsonl, to which it refers. If a newer checkpoint is saved before an
+older one's turn, the older one is sent only if it is the best.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Uploads:
             self._say(f"not in the mirror: {names}; `uv run {command}` sends the rest")
 
     def missing(self) -> list[str]:
-        """Return the names of the newest and the best checkpoint, and of the small files, that must still be sent."""
+        """Return the names of what must still be sent: of the newest and the best checkpoint, and of small files."""
         changed = [name for name, path in self._small_files() if self._versions.get(name) != version(path)]
         return [*(path.name for path in self._wanted() if path.name not in self._whole | self.damaged), *changed]
 
@@ -137,8 +137,8 @@ class Uploads:
 
     def push(self) -> None:
         """Send everything that has changed, once, and delete incomplete and old checkpoints in the mirror. The first
-        call also sets aside the checkpoints there that the run has left. Raises LeaseLost if another machine has taken
-        the run, and the errors of the store."""
+        call also sets aside the checkpoints there that the run has abandoned by going back. Raises LeaseLost if another
+        machine has taken the run, and the errors of the store."""
         if self.lease is not None:
             self.lease.check()
         there = self.mirror.files()
@@ -258,7 +258,7 @@ class Uploads:
         self._sent_bytes = before + size
 
     def _send_small(self, name: str, path: Path) -> None:
-        """Send a small file if it exists and has changed since it was sent. It may grow meanwhile."""
+        """Send a small file if it exists and has changed since it was sent. The file may grow during this call."""
         with suppress(FileNotFoundError):
             found = version(path)
             if self._versions.get(name) != found:
@@ -279,10 +279,10 @@ class Uploads:
 
     def _set_aside(self, there: dict[str, int]) -> None:
         """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. A checkpoint
-        that was left here by going back is stale if it is later than all checkpoints that are both here and in the
-        mirror; any other, if it is later than the step that this process continues from. Move their measurements to
-        RESULTS_ASIDE and delete summary and chart, except what the run's folder still has. Updates `there`, the
-        mirror's files with their sizes."""
+        that this machine has abandoned by going back is stale if its step is after those of all checkpoints that are
+        both here and in the mirror. Any other checkpoint is stale if its step is after the one that this process
+        continues from. Unless the run's folder still has them, also move the measurements of stale checkpoints to
+        RESULTS_ASIDE and delete summary and chart. Updates `there`, the mirror's files with their sizes."""
         stale, is_left_here = set[str](), left_by_going_back(self.run, there)
         # Another machine may have continued from one that was left here, up to a checkpoint that was fetched since.
         here = list_checkpoints(self.run.checkpoints)

@@ -46,8 +46,8 @@ class Position:
     def due_after(self, step: int, config: TrainConfig, interrupted_evaluation: str | None = None) -> set[str]:
         """Return the names of the work that is due after a global step. Work is done in the order "report",
         "validation", "benchmarks", "sample", "checkpoint", "weights_check". If an earlier process was interrupted in an
-        evaluation of this step, give the evaluation's name ("validation" or "benchmarks"), and the names before it are
-        left out."""
+        evaluation of this step, give the evaluation's name ("validation" or "benchmarks"), and the work that comes
+        before that evaluation is left out."""
         intervals = {  # in the order in which it is done
             "report": config.report_interval,
             "validation": config.validation_interval,
@@ -70,9 +70,9 @@ class Position:
 
 
 def find_unfinished_work(config: TrainConfig, position: Position, meta: CheckpointMeta | None) -> set[str]:
-    """Return the names of the work due right after the checkpoint's global step that is not done. There can be such
-    work only if a request to stop interrupted an evaluation, or if the step has become the run's last one since the
-    checkpoint was saved, for example because the budget was lowered."""
+    """Return the names of the work that is due right after the checkpoint's global step, but not done. There can be
+    such work only if a request to stop interrupted an evaluation, or if the step has become the run's last one since
+    the checkpoint was saved, for example because the budget was lowered."""
     if meta is None:
         return set()
     step = meta.global_step
@@ -241,7 +241,7 @@ class Experiment:
 
     def check_dataset(self, *, ask_hub: bool) -> None:
         """Raise UserError if a dataset's folder is incomplete, or if a dataset is not on this machine and cannot be
-        downloaded or made. Unless `ask_hub`, the Hub is assumed to have it."""
+        downloaded or made. Unless `ask_hub`, the Hub is assumed to have the dataset."""
         for name in self.config.dataset_weights:
             check_obtainable(self.datasets_dir, name, self.splits, ask_hub=ask_hub)
 
@@ -268,8 +268,8 @@ class Experiment:
         )
 
     def layout(self, world_size: int) -> BatchLayout:
-        """Return the layout of the global batch on `world_size` ranks (with a batch ramp, of the last and largest one).
-        Raises UserError if the batch is not a whole number of microbatches on every rank."""
+        """Return the layout of the global batch on `world_size` ranks (with a batch ramp, the layout of its last and
+        largest batch). Raises UserError if the batch is not a whole number of microbatches on every rank."""
         steps = self.config.accumulation_steps(world_size)
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
 
@@ -319,9 +319,9 @@ class Experiment:
         )
 
     def available_tokens(self, split_tokens: Sequence[int]) -> int:
-        """Return the number of tokens that training may read in all passes over the train splits that train.json's
-        `epochs` allows, the last target included; for "repeat", sys.maxsize. It may be negative if a split is too
-        short."""
+        """Return the number of tokens, the last target included, that training may read in all passes over the train
+        splits. train.json's `epochs` limits the passes; for "repeat", return sys.maxsize. The number may be negative if
+        a split is too short."""
         order, epochs = self.window_order(split_tokens), self.config.epochs
         if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):
             return min(split_tokens) - self.config.start_train_token

@@ -1,8 +1,9 @@
 """Estimated memory of a training step on a GPU.
 
-The estimate adds up the tensors that exist at the step's peak. In a compiled step in bf16, that is while the loss is
-computed. With activation checkpointing, it may be in a block's backward pass instead, and with a small microbatch in
-the optimizer's update, when all gradients exist. docs/LOG.md compares the estimate with torch's allocator.
+The estimate adds up the tensors that exist at the step's peak. A compiled step in bf16 reaches its peak while the loss
+is computed. With activation checkpointing, the peak may be in a block's backward pass instead, and with a small
+microbatch in the optimizer's update, when all gradients exist. docs/LOG.md compares the estimate with torch's
+allocator.
 """
 
 from __future__ import annotations

@@ -273,8 +273,8 @@ def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
     """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
-    training would start from scratch. Keys that a notebook's checkpoint lacks are filled in. Does not verify hashes.
-    Raises UserError if the checkpoint or the data cannot be opened."""
+    training would start from scratch. Keys that a checkpoint of the lab notebook lacks are filled in. Does not verify
+    hashes. Raises UserError if the checkpoint or the data cannot be opened."""
     found = open_start(experiment.run, checkpoint, verify=False)
     if found is None:
         return None

@@ -56,8 +56,8 @@ def plan_speed(
     measured by an earlier run or check_machine.py, published by somebody else in the run's reported.json (not with
     --assume-device), estimated for a GPU. If none has one, `tokens_per_second` is None.
 
-    An estimate is for the GPU of --assume-device, or else for this machine's GPUs, if they are alike and enough for all
-    ranks, or else for `meant`, the GPU of the machine on which the run is meant to train.
+    An estimate is for the GPU of --assume-device. Without this option, it is for this machine's GPUs if they are alike
+    and enough for all ranks, and otherwise for `meant`, the GPU of the machine on which the run is meant to train.
 
     Raises UserError for an unknown --assume-device, or if reported.json is wrong.
     """

@@ -37,9 +37,9 @@ class Schedule:
 
         The warm-up of W steps rises linearly from 1/W at step 0 to 1 at step W - 1. "constant" stays at 1. "cosine"
         falls as half a cosine to `min_ratio` at the last step (Loshchilov & Hutter, arXiv:1608.03983). "linear" falls
-        to `min_ratio` at the step after the last; with 0 this is "D2Z" of Bergsma et al., arXiv:2502.15938. "wsd",
-        warm-up-stable-decay (Hu et al., arXiv:2404.06395), falls linearly in the last `decay_steps` steps, to
-        `min_ratio` at the last one.
+        to `min_ratio` at the step after the last; with a `min_ratio` of 0 this is "D2Z" of Bergsma et al.,
+        arXiv:2502.15938. "wsd", warm-up-stable-decay (Hu et al., arXiv:2404.06395), falls linearly in the last
+        `decay_steps` steps, to `min_ratio` at the last one.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps

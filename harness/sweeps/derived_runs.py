@@ -98,9 +98,8 @@ class DerivedRun:
 
     def check_startable(self, train_tokens: Sequence[int] | None = None) -> int:
         """Raise UserError if training would refuse the run, however many processes train it. `train_tokens` are the
-        numbers of tokens in the train splits. If it is None, only problems that do not depend on the data are found.
-        Return the number of global steps with one process, or 0 if this number depends on the data and `train_tokens`
-        is None.
+        numbers of tokens in the train splits. With None, only problems that do not depend on the data are found. Return
+        the number of global steps with one process, or 0 if this number depends on the data and `train_tokens` is None.
 
         The check assumes one process, because a run that can start with several processes can also start with one.
         """
@@ -138,9 +137,9 @@ def unknown_key(keys: Iterable[str]) -> str | None:
 
 
 def load_base(runs_dir: Path, name: str) -> DerivedRun:
-    """Load a run from which other runs can be derived. Keys of the lab notebook's training program
-    (harness/runs/upstream.py) in its train.json are replaced by this program's keys. Raises UserError if the run does
-    not exist or one of its files is wrong."""
+    """Load a run from which other runs can be derived. In its train.json, keys of the lab notebook's training program
+    (harness/runs/upstream.py) are replaced by this program's keys. Raises UserError if the run does not exist or one of
+    its files is wrong."""
     run = RunDirectory.find(runs_dir, name)
     model_config = load_model_config(run.model_json)
     has_experts = model_config.moe is not None
@@ -186,11 +185,11 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
     """Return the run that `derive` returns, fitted to its datasets if `changes` name some that are in `datasets_dir`. A
-    vocab_size that does not fit theirs becomes theirs. Validation is reduced to what their validation splits can fill,
-    or turned off if one has none. If their train splits are too short for the base's budget, the run trains on all
-    their tokens, with a shorter warm-up if necessary. `changes` take precedence.
+    vocab_size that does not fit the datasets' becomes theirs. Validation is reduced to what their validation splits can
+    fill, or turned off if a dataset has no such split. If their train splits are too short for the base's budget, the
+    run trains on all their tokens, with a shorter warm-up if necessary. `changes` take precedence.
 
-    Raises UserError as `derive` does, or if training would refuse the fitted run.
+    Raises UserError if `name`, a key or a value is invalid, or if training would refuse the fitted run.
     """
     run = derive(base, name, changes)
     weights = run.train_config.dataset_weights
@@ -217,8 +216,8 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
 
 
 def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, JsonValue]:
-    """Return the changes that fit a run to the vocabulary and the validation splits of its data. A microbatch size in
-    `given` is not halved."""
+    """Return the changes that fit a run to the vocabulary and the validation splits of its data. A microbatch larger
+    than the validation splits can fill is halved, unless `given` has its size."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, data.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:

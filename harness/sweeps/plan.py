@@ -178,9 +178,9 @@ class SweepPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Most bytes that the checkpoints of the runs in `left` can still need at a time: those that each run keeps at
-        its end, and the largest temporary needs of as many runs as are trained at the same time. Runs of unknown length
-        are left out."""
+        """Largest number of bytes that the checkpoints of the runs in `left` can still need at a time: what each run
+        keeps at its end, plus the largest temporary needs of as many runs as are trained at a time. Runs of unknown
+        length are left out."""
         plans = [each.plan for each in self.left if each.plan.position is not None]
         stay = [plan.added_checkpoints(at_end=True) * plan.checkpoint_bytes() for plan in plans]
         more = (plan.disk_bytes() - size for plan, size in zip(plans, stay, strict=True))

@@ -70,7 +70,7 @@ def show(text: str) -> None:
 def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
     """Divide the machine's GPUs, or its cores if it has no GPUs, into `groups` groups. Each group trains one run at a
     time, with `processes` processes. A single group gets the whole machine, like a run outside a sweep. Raises
-    UserError if the machine has GPUs, but fewer than several groups need."""
+    UserError for several groups if the machine has GPUs, but too few."""
     if groups == 1:
         return [("", {})]
     gpus, wanted = visible_gpus(), groups * processes
@@ -89,8 +89,8 @@ def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
 def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, float]]:
     """Return the start, in seconds since 1970, and the duration, in seconds, of each attempt of earlier sweeps to train
     the run, from its sweep.log. The log has no duration of an attempt whose sweep was killed. `recorded` is the number
-    of seconds in the run's own records. Those beyond the logged durations go to the other attempts, the last one first.
-    Raises UserError if the log has a date that does not exist."""
+    of seconds that the run itself has recorded. Its excess over the logged durations is divided among the attempts
+    without a duration, the last one first. Raises UserError if the log has a date that does not exist."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     begins: list[float] = []
@@ -117,7 +117,7 @@ def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, 
     """Return what earlier commands have spent: the dollars of each run at the price of the whole machine, by the run's
     name; the dollars of all runs together; and the seconds for which sweeps have used the machine. Attempts that
     overlap share the machine. Training outside of sweeps adds to the dollars, but not to the seconds. Raises UserError
-    as `earlier_attempts` does."""
+    if a sweep.log has a date that does not exist."""
     by_run: dict[str, float] = {}
     attempts: list[tuple[float, float, float]] = []
     dollars = seconds = end = 0.0
@@ -290,8 +290,8 @@ class SweepRunner:
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str | None:
         """Return a message if `max_dollars` is spent, or would be exceeded by the end of `run` and of the runs under
-        way; then no further run is started, not even a cheaper one. Return None otherwise. A run of unknown cost counts
-        as free."""
+        way, and None if not. After a message no further run is started, not even a cheaper one. A run of unknown cost
+        counts as free."""
         if self.max_dollars is None:
             return None
         wanted = (planned.dollars if planned else None) or 0.0
@@ -305,8 +305,8 @@ class SweepRunner:
         return f"max_dollars ({amount_text(self.max_dollars)}): ${amount_text(self.spent)} is spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
-        """Start the run's process on a free group of devices, or print why it cannot be started. Its output is appended
-        to the run's sweep.log. `planned` is the run's plan, or None if the run cannot be planned."""
+        """Start the run's process on a free group of devices, or print why it cannot be started. The process's output
+        is appended to the run's sweep.log. `planned` is the run's plan, or None if the run cannot be planned."""
         self.waiting.remove(run)
         name, variables = group = self.free_groups.pop(0)
         try:

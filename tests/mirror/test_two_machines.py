@@ -492,7 +492,7 @@ def test_a_run_with_another_dataset_of_the_same_name_is_refused_until_it_is_rest
     second = InProcess(first.path.parent / "second")
     second.add_dataset(seed=1)
     second.add_run(**SETTINGS | {"mirror": url(first)})
-    remedies = "; restore the old dataset, or use --restart; give another mirror or rename the run"
+    remedies = "; restore the old dataset, or use --restart; to keep both, give another mirror or rename the run"
     second.attempt().refuses("holds another experiment: made with another dataset: ", remedies)
     second.train_here("r", "--restart")
 
