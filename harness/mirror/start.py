@@ -104,7 +104,7 @@ def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
         own = experiment.config.model_dump(mode="json", include={*given})
         difference = first_difference(given, own, "train.json: ")
     if difference:
-        raise another_experiment(mirror, difference)
+        raise another_experiment(mirror, f"{difference}; restore the old value")
 
 
 def another_experiment(mirror: Mirror, difference: str) -> UserError:
