@@ -149,13 +149,13 @@ def test_continued_from_a_named_checkpoint(shop: InProcess) -> None:
 
 
 def test_back_to_the_end_before_the_budget_was_raised(shop: InProcess) -> None:
-    """A run that was extended, and stopped, is again the one that had finished before: going back moves what is later
-    aside, although no step is left to train."""
+    """A run that was extended is again the one that had finished before: going back moves what is later aside, although
+    no step is left to train."""
     run = shop.add_run("extended", **COMMON)
     shop.train_here("extended")
     once, end = copy_of(run, "once"), list_checkpoints(run / "checkpoints")[-1][1].name
     shop.add_run("extended", **COMMON | {"min_train_tokens": 3840})
-    shop.train("extended", ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=50)", expect=143)
+    shop.train_here("extended")
     shop.add_run("extended", **COMMON)
     assert "is finished: 40 global steps" in shop.train_here("extended", end).stdout
     assert_same_end(once, run)
