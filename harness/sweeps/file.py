@@ -181,10 +181,10 @@ class SweepRuns:
 
     def overruled(self) -> list[str]:
         """Return a note, in lines, on keys that affect no result and have other values in the folder of an unfinished
-        run than in the sweep. Raises UserError as `missing` does."""
+        run than in the sweep. All folders must have been made. Raises UserError if a file in them is damaged."""
         found: dict[str, list[str]] = {}  # names of runs, by the key
-        for run in self.runs:
-            there = run.settings_there() if run.is_made() and not run.directory.summary.exists() else run.settings
+        for run in (each for each in self.runs if not each.directory.summary.exists()):
+            there = run.settings_there()
             for key in [key for key, value in run.settings.items() if there[key] != value]:
                 found.setdefault(key, []).append(run.name)
         names = [*dict.fromkeys(name for each in found.values() for name in each)]
