@@ -481,7 +481,7 @@ def test_another_experiment_is_refused(first: InProcess) -> None:
     before = {path: path.read_bytes() for path in remote(first).rglob("*") if path.is_file()}
     for settings, key in ({"model": {"n_layers": 1}}, "n_layers"), ({"start_train_token": 64}, "start_train_token"):
         second = add_machine(first.path.parent, f"second-{key}", **settings)
-        remedies = "; restore the old value; give another mirror or rename the run"
+        remedies = "; restore the old value; to keep both, give another mirror or rename the run"
         second.attempt().refuses("holds another experiment", key, remedies)
         assert not (second.runs / "r" / "metrics.jsonl").exists()
     after = {path: path.read_bytes() for path in remote(first).rglob("*") if path.is_file()}
