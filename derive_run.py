@@ -92,8 +92,8 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
             click.echo(f'note: "{dataset}" is not in {datasets_dir}{did_you_mean(datasets_dir, dataset) or absent}')
     if "microbatch_size" in run.differs and "microbatch_size" not in changes:
         click.echo(
-            f"note: microbatch_size is lowered so that the validation split of {run.train_config.data_name} fills a "
-            "microbatch"
+            f"note: microbatch_size is lowered to fit {run.train_config.data_name}'s validation split or the global "
+            "batch"
         )
 
 

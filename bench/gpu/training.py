@@ -1,4 +1,4 @@
-"""Stages of the benchmark bench/on_gpu.py that run ddp_train.py as a user does."""
+"""Stages of the benchmark bench/on_gpu.py that run ddp_train.py."""
 
 from __future__ import annotations
 

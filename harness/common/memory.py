@@ -97,8 +97,8 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
 
 
 def limit_cpu_memory(limit: MemoryLimit) -> None:
-    """Make allocations of writable memory beyond the limit fail in this process from now on (RLIMIT_DATA). Raises
-    MemoryError if the process has more already."""
+    """Let this process have no more writable memory than `limit.usable_bytes` from now on (RLIMIT_DATA). Raises
+    MemoryError if it has more already."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     usable = max(int(limit.usable_bytes), resource.getpagesize())  # Linux treats a limit of 0 as no limit
     if usable < _status_bytes("VmData"):

@@ -235,8 +235,7 @@ def _as_text(value: object) -> str:
 
 def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
     """Return the columns of a quantity: one for the basis (text or task) on which the most runs were measured, and one
-    for each other basis of two or more runs. Figures that others reported are never mixed with numbers that were
-    measured here."""
+    for each other basis of two or more runs. Figures that others reported have columns of their own."""
     values = [quantity.values(record) for record in records]
     found = by_basis(values)
     shown = {basis: runs for number, (basis, runs) in enumerate(found.items()) if number == 0 or len(runs) > 1}

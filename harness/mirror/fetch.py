@@ -155,8 +155,8 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
     """Return a function that returns True for the name of a checkpoint that the run has abandoned on this machine by
     going back to an earlier step. Such a checkpoint was moved to a folder below `aside/` and not fetched again, while
-    its meta.json is still among the mirror's `files`. Older checkpoints that are not here, down to the step that the
-    run went back to, count as abandoned, too, because a machine need not have all checkpoints of the mirror."""
+    its meta.json is still among the mirror's `files`. All older checkpoints beyond the step that the run went back to
+    count as abandoned, too, even if this machine never had them."""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
     last = max(moved - {*here}, default="")  # the newest, because names begin with the date

@@ -132,8 +132,8 @@ class Mirror:
             self._put(path, lambda fs, target: fs.pipe_file(target, data), len(data))
 
     def send(self, path: str, local: Path, progress: Callable[[int], None]) -> None:
-        """Write a file with the contents of the file `local`. `progress` is called with the number of bytes sent since
-        the previous call (at hf:// once, at the end)."""
+        """Write the file `local` to `path`. `progress` is called with the number of bytes sent since the previous call:
+        at hf:// once, at the end, and at file:// and sftp:// never."""
         from fsspec.callbacks import Callback
 
         if self.scheme == "hf":

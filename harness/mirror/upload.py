@@ -46,7 +46,7 @@ class Uploads:
     """Sender of a run's checkpoints and files to its mirror. `keep` is train.json's `keep_checkpoints` (None: keep
     all), and `start_step` the global step of the checkpoint from which this process continues (-1: a new run).
 
-    Without a mirror (None), the methods that training calls do nothing. All public methods are called on rank 0's main
+    Without a mirror (None), the methods that training calls do nothing. All public methods are called on the main
     thread, except two: any thread may call `send_now`, and during training only the uploading thread calls `push`.
     """
 

@@ -87,7 +87,7 @@ class BenchmarkEvent(Event):
 
 
 class SampleEvent(Event):
-    """Text that the model generated from train.json's `sample_prompt`."""
+    """Text of train.json's `sample_prompt`, continued by the model."""
 
     event: str = "sample"
     text: str = ""

@@ -50,7 +50,7 @@ class TrainedModel:
     @classmethod
     def read(cls, path: Path, model_json: Path | None = None, label: str | None = None) -> TrainedModel:
         """Read the model in the folder `path`, or the model whose weights are the file `path`. The weights are not
-        loaded; they are only hashed, if meta.json has a hash to compare theirs with.
+        loaded, only verified, if meta.json has their hash.
 
         If `model_json` is None, the configuration is read from the files beside the weights, or else from the run.
         `label` is the model's name in tables; if it is None, it is RUN:CHECKPOINT or the path of the weights. Raises

@@ -216,8 +216,8 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
 
 
 def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, JsonValue]:
-    """Return the changes that fit a run to the vocabulary and the validation splits of its data. A microbatch larger
-    than the validation splits can fill is halved, unless `given` has its size."""
+    """Return the changes that fit a run to its data's vocabulary and validation splits. Without validation_sequences,
+    the microbatch is halved until the splits fill it, unless `given` sets it."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, data.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
@@ -243,7 +243,7 @@ def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, J
         rows = config.microbatch_size
         while rows > there and "microbatch_size" not in given:
             rows //= 2
-        # `rows` may not divide a global batch, if it was halved and the number before was odd.
+        # It must divide the global batches, too.
         rows = next(size for size in range(rows, 0, -1) if all(each % size == 0 for each in config.global_batches))
         changes["microbatch_size"] = rows
         changes["validation_batches"] = min(config.validation_batches or 1, max(1, there // rows))

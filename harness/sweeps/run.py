@@ -362,9 +362,9 @@ class SweepRunner:
         return f"{place}, {attempt.run.name}: {describe_progress(progress, attempt.tokens)}"
 
     def _count(self, attempt: Attempt, status: Status) -> None:
-        """Update `dollars` for the run of `attempt`, and add to `spent` the run's share of the machine's cost since the
-        last call for this run. The increase is divided by the number of runs under way, not by the number of device
-        groups, because a group without a run does not make the machine cheaper."""
+        """Update `dollars` for the run of `attempt`, and add to `spent` the increase of `dollars` divided by the number
+        of runs under way, which share the machine's cost. It is not divided by the number of device groups, because a
+        group without a run does not make the machine cheaper."""
         dollars = max(status.dollars, attempt.dollars())
         self.spent += (dollars - self.dollars[attempt.run.name]) / len(self.attempts)
         self.dollars[attempt.run.name] = dollars

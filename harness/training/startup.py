@@ -72,9 +72,9 @@ def prepare(
     """Take the run's lock, fetch the data that is missing here, connect to the mirror, choose and verify the checkpoint
     to resume from, and check the plan. Collective.
 
-    `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none.
-    The seconds and dollars that the checkpoint records are added to `clock`. Raises UserError or RunError if a check
-    fails.
+    `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none
+    or with --restart. The seconds and dollars that the checkpoint records are added to `clock`. Raises UserError or
+    RunError if a check fails.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)

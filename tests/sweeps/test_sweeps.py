@@ -417,7 +417,7 @@ def test_notes_of_derive_run(shop: Workshop) -> None:
     assert note("absent", "dataset=local/x") == f"note: {absent} on the Hugging Face Hub"
     assert note("builtin", "dataset=builtin/python-stdlib").endswith("is not adapted to it; training makes it")
     assert note("near", "dataset=local/smal").endswith('did you mean "local/small"?')
-    said = "note: microbatch_size is lowered so that the validation split of local/small fills a microbatch"
+    said = "note: microbatch_size is lowered to fit local/small's validation split or the global batch"
     assert note("short", "dataset=local/small") == said
     assert note("asked", "dataset=local/small", "microbatch_size=1") == note("other", "learning_rate=1") == ""
     unknown = derive_run(shop, "base", "unknown", "dataset=builtin/nope")
