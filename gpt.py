@@ -519,8 +519,7 @@ class GPTModel(nn.Module):
         return self.final_norm(x_BxTxC)
 
     def to_checkpoint_names(self) -> dict[str, Tensor]:
-        """Return the weights under their names in published checkpoints, as contiguous CPU tensors that share no
-        memory."""
+        """Return the weights under their names in checkpoints, as contiguous CPU tensors that share no memory."""
         views = checkpoint_views(self.state_dict(), self.config)
         return {name: tensor.to("cpu", copy=True) for name, tensor in views.items()}
 

@@ -74,8 +74,8 @@ def os_errors_as(kind: type[UserError | RunError], place: str, after: str = "") 
 
 
 class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
-    """Orderly end of a run after a signal, or for a reason in STATUSES. The message for the user has already been
-    printed, or the launcher prints it."""
+    """Orderly end of a run after a signal, or for a reason in STATUSES. The command or the launcher prints the message
+    for the user."""
 
     def __init__(self, reason: int, interrupted_evaluation: str | None = None) -> None:
         """Store the reason, which is the signal's number or a key of STATUSES. `interrupted_evaluation` is "validation"

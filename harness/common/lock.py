@@ -57,8 +57,8 @@ class RunLock:
 
     @classmethod
     def take(cls, path: Path, use: str) -> RunLock:
-        """Lock the folder that contains the lock file `path`. `use` completes the message "is being ... by another
-        process": "trained" for a run, "made" for a dataset.
+        """Lock the file `path`. `use` completes the message about its folder, "is being ... by another process":
+        "trained" for a run, "made" for a dataset.
 
         Waits up to LEAVING_SECONDS for an owner whose launcher has ended. Raises UserError if another process holds the
         lock (or, on a file system without locks, may hold it), and RunError if the file cannot be written.

@@ -90,8 +90,8 @@ class WindowOrder:
 
 
 def interleave(weights: Sequence[float]) -> np.ndarray:
-    """Return the indices of items with these weights, in the order in which the items take turns: (turns,) int64. The
-    sequence is to be repeated. In it, each item has about its share, and at least one turn.
+    """Return the pattern, to be repeated, in which items with these weights take turns: their indices, (turns,) int64.
+    Each item has about its share of the turns, and at least one.
 
     The turns are those of smooth weighted round-robin, as in nginx.
     """

@@ -216,9 +216,9 @@ class Watchdog:
             self._last_beat = self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 
     def own_seconds(self) -> float:
-        """Return the median seconds from the beginning of a step to this rank's last gradient, over the steps since the
-        last call, or 0 if there were none. The rest of a step waits for other ranks, so it says nothing about a single
-        rank. On CUDA the device must have finished the steps."""
+        """Return the median seconds from a step's beginning to this rank's last gradient, over the newest TIMED_STEPS
+        steps since the last call, or 0 if there were none. The rest of a step waits for other ranks, so it says nothing
+        about one rank. On CUDA the device must have finished the steps."""
         import statistics  # here, because --help imports this module
 
         seconds = [last - begun for begun, last in self._step_times]

@@ -228,8 +228,8 @@ class HeldOutText:
         return TestLoss(text, description, precision.name, loss, bits, counted is not None, trained_on)
 
     def _counted_bytes_per_token(self) -> float | None:
-        """Return the mean number of UTF-8 bytes per predicted token, or None if the tokenizer's vocabulary is not on
-        this machine or lacks some of the tokens."""
+        """Return the mean number of UTF-8 bytes per predicted token. Return None if it is 0, or if the tokenizer's
+        vocabulary is not on this machine or lacks some of the tokens."""
         tokenizer = _tokenizer_here(self.dataset.tokenizer)
         if tokenizer is None:
             return None

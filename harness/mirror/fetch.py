@@ -331,8 +331,8 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> No
 
 
 def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, int], meta: CheckpointMeta) -> None:
-    """Replace the run's summary and chart by those in the mirror, unless the mirror's summary is damaged or describes
-    steps after those of `meta`. A different summary here is first moved, with the chart, to a folder below `aside/`."""
+    """Fetch summary and chart from the mirror, unless its summary is damaged or describes steps after those of `meta`.
+    The summary here, unless the same one is fetched, is first moved, with the chart, to a folder below `aside/`."""
     wanted = [path for path in (run.summary, run.chart) if path.name in files]
     contents = {path: retried(mirror, partial(mirror.read, path.name)) or b"" for path in wanted}
     if tokens_of_summary(contents.get(run.summary)) > meta.tokens_seen:

@@ -1,7 +1,7 @@
 """Estimated training speed in tokens per second, on a GPU on which nobody has measured it yet.
 
-The time of a step is the sum of several terms, each of which is an amount of work divided by the device's speed at that
-work. This is a roofline model (Williams et al. 2009) whose terms add up. An estimate can be wrong by about UNCERTAINTY,
+The time of a step is a sum of terms, each an amount of work divided by the device's speed at that work, plus the share
+REST. This is a roofline model (Williams et al. 2009) whose terms add up. An estimate can be wrong by about UNCERTAINTY,
 because the share of the data sheet's peak speed that a program reaches is an assumption.
 """
 

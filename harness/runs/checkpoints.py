@@ -43,8 +43,8 @@ class NoCheckpointError(UserError):
 
 def find_checkpoint(folder: Path, name: str) -> Path:
     """Return the path of the checkpoint `name` (a folder's name, `latest` or `best`) in `folder`. For a link, return
-    the path of the checkpoint that it points to. Raises NoCheckpointError if there is no such checkpoint, and UserError
-    if `name` leads out of `folder`."""
+    the path of the checkpoint it points to. Raises NoCheckpointError if there is none, and UserError if `name` is not
+    plain or leads out of `folder`."""
     path = folder / check_name(name, "checkpoint")
     if not path.is_dir():
         links = [link for link in (BEST, LATEST) if (folder / link).is_dir()]

@@ -34,7 +34,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Recorded(BaseModel):
-    """Base class of everything that is written into a result. Unknown keys, written by later versions, are kept."""
+    """Base class of results and of most of their parts. Unknown keys, written by later versions, are kept."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 

@@ -307,8 +307,8 @@ class _PlaceInRun(NamedTuple):
 
 
 def _place_in_run(weights: Path) -> _PlaceInRun | None:
-    """Return the run, and the checkpoint's folder, that contain this weights file, or None. For an imported model, both
-    are the run's folder. The path may lead through links."""
+    """Return the run and the checkpoint's folder that contain this weights file, or None. An imported model's folder
+    counts as both. The path may lead through links."""
     for path in (Path(os.path.abspath(weights)), Path(os.path.realpath(weights))):
         folder, checkpoints = Path(os.path.realpath(path.parent)), path.parent.parent
         run = RunDirectory(checkpoints.parent)

@@ -184,10 +184,10 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
-    """Return the run that `derive` returns, fitted to its datasets if `changes` name some that are in `datasets_dir`. A
-    vocab_size that does not fit the datasets' becomes theirs. Validation is reduced to what their validation splits can
-    fill, or turned off if a dataset has no such split. If their train splits are too short for the base's budget, the
-    run trains on all their tokens, with a shorter warm-up if necessary. `changes` take precedence.
+    """Return the run that `derive` returns. If `changes` name datasets, all in `datasets_dir`, fit the run to them: it
+    gets their vocab_size unless its own fits, and validates on what their validation splits can fill (in a smaller
+    microbatch if necessary) or, if one is missing, not at all. If the train splits are too short for the budget, it
+    trains on all their tokens, with warmup_steps at most a tenth of its steps. `changes` take precedence.
 
     Raises UserError if `name`, a key or a value is invalid, or if training would refuse the fitted run.
     """
@@ -217,7 +217,7 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
 
 def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, JsonValue]:
     """Return the changes that fit a run to its data's vocabulary and validation splits. Without validation_sequences,
-    the microbatch is halved until the splits fill it, unless `given` sets it."""
+    the microbatch shrinks until the splits fill it, unless `given` sets it."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, data.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:

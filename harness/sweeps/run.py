@@ -115,9 +115,9 @@ def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, floa
 
 def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, float]:
     """Return what earlier commands have spent: the dollars of each run at the price of the whole machine, by the run's
-    name; the dollars of all runs together; and the seconds for which sweeps have used the machine. Attempts that
-    overlap share the machine. Training outside of sweeps adds to the dollars, but not to the seconds. Raises UserError
-    if a sweep.log has a date that does not exist."""
+    name; the dollars of all runs together; and the seconds for which sweeps have used the machine. The totals count
+    overlapping time once. Training outside of sweeps adds to the dollars, but not to the seconds. Raises UserError if a
+    sweep.log has a date that does not exist."""
     by_run: dict[str, float] = {}
     attempts: list[tuple[float, float, float]] = []
     dollars = seconds = end = 0.0

@@ -34,7 +34,7 @@ class Evaluations:
 
     def __init__(self, prepared: PreparedRun, world: World, step: OptimizerStep, stop: StopRequest) -> None:
         """Open the validation splits and load the benchmarks, if train.json asks for them. Collective. Raises UserError
-        if a benchmark or its tokenizer cannot be used."""
+        if a benchmark or the tokenizer cannot be used."""
         self.world = world
         self.config = prepared.experiment.config
         self.tokenizer_file = prepared.data.tokenizer

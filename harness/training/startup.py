@@ -1,4 +1,4 @@
-"""Checks of a run's lock, dataset, checkpoint and plan. A run that fails a check is refused before anything is
+"""Checks of a run's lock, dataset, checkpoint and plan. A run that fails a check is refused before a model is
 built."""
 
 from __future__ import annotations

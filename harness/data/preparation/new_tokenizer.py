@@ -71,8 +71,8 @@ def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> lis
     """Return the text to train a tokenizer on, in pieces: the beginnings of the files that `source.sampled` chooses.
 
     The held-out splits are left out if these beginnings are the whole text and no later shuffle decides what is held
-    out. In other cases, some of the returned documents may be held out later. The options --exclude, --max-documents
-    and --max-tokens do not apply to the sample.
+    out. In other cases, and with --exclude, --max-documents or --max-tokens, which do not apply to the sample, some of
+    these documents may be held out later.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS

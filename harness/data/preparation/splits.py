@@ -69,9 +69,9 @@ class SplitRules:
         `draws` and `lengths`, (documents,) each, have the pseudorandom number and the length of each document of the
         pool. `total` is the length of the whole text. Lengths are in bytes.
 
-        From the smallest draw to the largest, each document goes into the first held-out split whose share still lacks
-        at least half of the document's length, or into none. Validation is tried first, so that adding a test split
-        hardly changes the validation split.
+        From the smallest draw to the largest, each document goes into the first held-out split whose share still has
+        room for at least half of it, or into none. Validation is tried first, so that adding a test split hardly
+        changes the validation split.
         """
         wanted = {name: share * total for name, share in reversed(self.held_out().items())}
         chosen: dict[str, list[int]] = {name: [] for name in wanted}
