@@ -280,7 +280,7 @@ class TrainConfig(RunFile):
         if isinstance(self.dataset, list) and len(self.dataset_weights) < len(self.dataset):
             raise ValueError('key "dataset": names a dataset twice; add up its weights')
         if self.data_seed is not None and not self.shuffle:
-            raise ValueError('key "data_seed": belongs with "shuffle": true; remove it, or set that')
+            raise ValueError('key "data_seed": belongs with "shuffle": true; remove the seed, or shuffle')
         if self.max_dollars is not None and not self.price_per_hour:
             raise ValueError('key "max_dollars": needs "price_per_hour" above 0; give it, or use "max_hours"')
         if self.notify is not None and not self.notify.startswith(("http://", "https://")):

@@ -343,7 +343,7 @@ NO_VALIDATION: dict[str, Any] = {"validation_interval": ..., "validation_batches
         ({"validation_batches": ...}, 'key "validation_sequences": missing; validation needs it'),
         ({"start_val_token": ...}, 'key "start_val_token": missing; validation needs it'),
         ({"validation_sequences": 8}, 'keys "validation_sequences" and "validation_batches": give only one of them'),
-        ({"data_seed": 1}, 'key "data_seed": belongs with "shuffle": true; remove it, or set that'),
+        ({"data_seed": 1}, 'key "data_seed": belongs with "shuffle": true; remove the seed, or shuffle'),
         ({"epochs": "repeat", "min_train_tokens": -1}, 'key "epochs": "repeat" with "min_train_tokens": -1 has no end'),
         ({"epochs": 0}, 'key "epochs":'),
         ({"epochs": "twice"}, 'key "epochs":'),
