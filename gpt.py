@@ -83,16 +83,26 @@ def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
 # i + D/2, as in transformers' Llama, so that weights can be copied from one model to the other without reordering.
 
 
-def rotation(positions: Tensor, head_width: int, base: float, dtype: torch.dtype) -> Rotation:
+@torch.library.custom_op("ddp_pretrain::rotation", mutates_args=())
+def rotation(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of the angles p·base^(-2i/D) by which RoPE rotates pair i of a head at position p.
 
-    `positions` are (T,) or (B, T), and the results (T, D/2) or (B, T, D/2). D is `head_width`. The results are fp64 if
-    `dtype`, the dtype of the model's weights, is fp64, and fp32 otherwise.
+    `positions` are (T,) or (B, T), and the results (T, D/2) or (B, T, D/2), in fp64 or fp32. D is `head_width`.
+
+    This is a custom operation, because torch.compile would otherwise compute powers, cosines and sines again for each
+    head, sequence and layer, in both passes: on a GPU this took a quarter of a step (docs/LOG.md).
     """
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=exact) / head_width
-    angles = positions.to(exact)[..., None] * base**-exponents
+    dtype = torch.float64 if is_fp64 else torch.float32
+    exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=dtype) / head_width
+    angles = positions.to(dtype)[..., None] * base**-exponents
     return angles.cos(), angles.sin()
+
+
+@rotation.register_fake
+def _rotation_shapes(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> tuple[Tensor, Tensor]:
+    """Return uninitialized tensors like the results of `rotation`, for torch.compile."""
+    shape, dtype = (*positions.shape, head_width // 2), torch.float64 if is_fp64 else torch.float32
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
 def rotated(x_BxTxHxD: Tensor, by: Rotation) -> Tensor:
@@ -504,7 +514,8 @@ class GPTModel(nn.Module):
         turn = None
         if config.position == "rope":
             assert config.rope_base is not None
-            turn = rotation(positions, config.head_width, config.rope_base, self.tok_emb.weight.dtype)
+            is_fp64 = self.tok_emb.weight.dtype == torch.float64
+            turn = rotation(positions, config.head_width, config.rope_base, is_fp64)
         embedding_BxTxC = x_BxTxC if config.embedding_skip else None
         values = [table(tokens_BxT) for table in self.value_embs]  # first and last blocks share tables
         for layer, block in enumerate(self.trf_blocks):
