@@ -204,14 +204,6 @@ def waiting_experts(device: torch.device, precision: str) -> str | None:
     )
 
 
-def tune_by_coordinate_descent() -> None:
-    """Let torch.compile, in this process, search for faster variants of each kernel."""
-    # Private: the public options= of Module.compile() would not reach the loss's kernel, which is compiled separately.
-    import torch._inductor.config
-
-    torch._inductor.config.coordinate_descent_tuning = True
-
-
 # "deterministic": true in train.json: the same bits every time, on CUDA too
 
 

@@ -200,8 +200,6 @@ class TrainConfig(RunFile):
     """auto: bf16 where the device is fast in it, else fp16 on CUDA, else fp32."""
     residual_precision: Annotated[Literal["fp32", "bf16"], Affects.SPEED] = "fp32"
     """bf16: the residual stream (the sum that each block adds to) is in bf16, too; only with bf16 matrix products."""
-    coordinate_descent_tuning: Annotated[bool, Affects.SPEED] = False
-    """torch.compile tries more variants of each kernel; slower to start."""
     compile: Annotated[bool | Literal["auto"], Affects.SPEED] = "auto"
     """torch.compile; auto: on CUDA only."""
     attention: Annotated[Literal["auto", "cudnn", "flash", "efficient"], Affects.SPEED] = "auto"
@@ -209,7 +207,7 @@ class TrainConfig(RunFile):
     attention (without dropout, not in fp32), else torch chooses."""
     deterministic: Annotated[bool, Affects.SPEED] = False
     """Bitwise equal results every time, also with CUDA or compile; slower."""
-    bucket_mb: Annotated[Positive | None, Affects.SPEED] = None
+    bucket_mb: Annotated[Positive | None, Affects.SPEED] = 100
     """MiB of gradients that ranks exchange at once; null: torch's 25."""
     activation_checkpointing: Annotated[bool, Affects.SPEED] = False
     """Recompute each block in the backward pass."""
@@ -381,15 +379,6 @@ def _check_optimizer_and_precision(config: TrainConfig) -> None:
         )
     if config.residual_precision == "bf16" and config.precision in ("fp16", "fp32"):
         raise ValueError(f'key "residual_precision": "bf16" needs "precision": "bf16", not "{config.precision}"')
-    if config.coordinate_descent_tuning and config.compile is False:
-        raise ValueError(
-            'key "coordinate_descent_tuning": only compiled kernels can be tuned; remove this key, or "compile": false'
-        )
-    if config.coordinate_descent_tuning and config.deterministic:
-        raise ValueError(
-            'keys "coordinate_descent_tuning" and "deterministic": they exclude each other, because kernels chosen by '
-            "timing can differ each time the run is started; remove one of these keys"
-        )
     if config.attention == "cudnn" and config.deterministic:
         raise ValueError(
             'keys "attention" and "deterministic": the backward pass of "cudnn" adds up in varying order; use "flash" '

@@ -41,6 +41,7 @@ from harness.model.weights import check_memory
 from harness.planning.experiment import Experiment
 from harness.runs.results import now
 from harness.runs.throughput import BELIEVED_SECONDS, BELIEVED_STEPS, Measured, peak_flops
+from harness.runs.train_config import TrainConfig
 from harness.training.compile_cache import CompileCache
 from harness.training.failures import explained_failures
 from harness.training.startup import remark_on_machine
@@ -305,13 +306,13 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 
 
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
-    """Return typical sizes of DDP's buckets in bytes, in ascending order and each once. By default, the first bucket
-    has 1 MiB and the others 25 MiB. If the token embedding's gradient is larger, it has a bucket of its own. Without an
-    experiment, the embedding of GPT-2 small is assumed."""
-    bucket_mb = experiment.config.bucket_mb if experiment else None
+    """Return sizes in bytes, in ascending order and each once: 1 MiB, where latency counts, a bucket of DDP's, and the
+    token embedding's gradient, which has a bucket of its own if it is larger. Without an experiment, `bucket_mb` is the
+    default and the embedding GPT-2 small's."""
+    bucket_mb = experiment.config.bucket_mb if experiment else TrainConfig.model_fields["bucket_mb"].default
     bucket = 2**20 * (bucket_mb or 25)
     vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)
-    return sorted({bucket if bucket_mb else 2**20, bucket, max(bucket, 4 * vocab_size * width)})
+    return sorted({2**20, bucket, max(bucket, 4 * vocab_size * width)})
 
 
 def three_digits(value: float) -> str:

@@ -32,7 +32,6 @@ from harness.model.kernels import (
     is_compiled,
     run_eagerly,
     should_compile,
-    tune_by_coordinate_descent,
     use_attention,
 )
 from harness.model.precision import DTYPES, Precision
@@ -239,7 +238,7 @@ def build_training_step(
 
     A rank that is stuck while the ranks exchange the weights is reported at `place`. `config` is the experiment's
     train.json, in which the precision is resolved (not "auto"). For training, its scaling rules are also applied. Some
-    settings act on the whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
+    settings act on the whole process: TF32, and the attention kernels that may be used.
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
     """
@@ -250,8 +249,6 @@ def build_training_step(
         residual_dtype=precision.residual_dtype(config.residual_precision),
         moe_router_loss_scale=experiment.moe_router_loss_scale,
     ).to(world.device)
-    if config.coordinate_descent_tuning:
-        tune_by_coordinate_descent()
     use_attention(config.attention, experiment.model, DTYPES[precision.name], world.device)
     if should_compile(config.compile, world.device):
         model.compile()  # in place: the module and its parameters keep their names

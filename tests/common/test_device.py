@@ -206,14 +206,6 @@ def test_experts_that_wait_are_remarked_upon(
     assert kernels.waiting_experts(CPU, precision) is None
 
 
-def test_coordinate_descent_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as inductor
-
-    monkeypatch.setattr(inductor, "coordinate_descent_tuning", False)
-    kernels.tune_by_coordinate_descent()
-    assert inductor.coordinate_descent_tuning
-
-
 def test_a_residual_stream_in_bf16_halves_what_blocks_pass_on() -> None:
     config = ModelConfig(
         vocab_size=64, context_length=16, emb_dim=32, n_heads=2, n_layers=2, drop_rate=0.0, qkv_bias=False

@@ -327,8 +327,6 @@ NO_VALIDATION: dict[str, Any] = {"validation_interval": ..., "validation_batches
         ({"muon_update_scale": "original"}, 'key "muon_update_scale": belongs with "optimizer": "muon"; remove it'),
         ({"residual_precision": "bf16", "precision": "fp32"}, 'key "residual_precision": "bf16" needs "precision"'),
         ({"residual_precision": "bf16", "precision": "fp16"}, 'key "residual_precision": "bf16" needs "precision"'),
-        ({"coordinate_descent_tuning": True, "compile": False}, 'key "coordinate_descent_tuning": only compiled'),
-        ({"coordinate_descent_tuning": True, "deterministic": True}, '"coordinate_descent_tuning" and "deterministic"'),
         ({"attention": "cudnn", "deterministic": True}, 'keys "attention" and "deterministic": the backward pass of'),
         ({"sample_interval": 1}, 'keys "sample_interval" and "sample_prompt": give both or neither'),
         ({"max_dollars": 5}, 'key "max_dollars": needs "price_per_hour" above 0'),
