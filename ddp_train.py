@@ -53,7 +53,7 @@ class Trainer:
         """Build the parts of training. The model has new weights, which are equal on all ranks. `stop` holds the signal
         that asks this process to stop.
 
-        Raises UserError if this machine cannot compute what the run demands, or if a benchmark or its tokenizer cannot
+        Raises UserError if this machine cannot compute what the run demands, or if a benchmark or the tokenizer cannot
         be used.
         """
         load("torch._dynamo")  # else the first use of an optimizer or of DDP would import it, more slowly

@@ -186,8 +186,8 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
         raise UserError("--prompt and --prompts: give one of them")
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would split at more characters
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text (byte {error.start})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: not UTF-8 text; convert it to UTF-8") from None
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
     prompts = []

@@ -1,5 +1,5 @@
-"""A run's folder in a mirror, which is a bucket, a server or another disk. fsspec reads and writes it, but does not
-write into the Hub's buckets.
+"""A run's folder in a mirror, which is a bucket, a server or another disk. fsspec reads and writes it, but HfApi
+writes into the Hub's buckets.
 
 Every file in a mirror appears whole or not at all: object stores ensure that, and on `file` and `sftp` a file gets its
 name by a rename.

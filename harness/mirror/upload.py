@@ -318,7 +318,7 @@ class Uploads:
                     self.mirror.delete(f"checkpoints/{name}")
 
     def _prune(self, there: dict[str, int]) -> None:
-        """Delete checkpoints by the rule of `keep_checkpoints`, unless the newest or the best one still has to be sent.
+        """Once the newest and the best checkpoint are sent, delete all others but the newest `keep` (None: keep all).
         Checkpoints that were set aside stay."""
         wanted = {path.name for path in self._wanted()}
         if self.keep is None or not wanted <= self._whole | self.damaged:

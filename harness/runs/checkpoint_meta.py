@@ -47,8 +47,8 @@ class Progress(BaseModel):
     global_step: int = -1  # the last completed step; -1 before the first
     tokens_seen: RecordedCount = 0
     reported_loss: Loss | None = None  # mean loss of the last report
-    # As reported_loss. Before a planned checkpoint, `close_loss_period` replaces it with the mean over all reports
-    # since the previous planned checkpoint.
+    # As reported_loss. Before a planned checkpoint, `close_loss_period` replaces it with the mean over the microbatches
+    # reported since the previous planned checkpoint.
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
     best_loss: Loss | None = None  # lowest val_loss of a planned checkpoint; null without validation
@@ -150,7 +150,7 @@ class TrainState(Progress):
         self.has_diverged = self.global_step - since >= patience * interval and not is_near_lowest
 
     def close_loss_period(self) -> None:
-        """Set `train_loss` to the mean loss over the reports, if any, since the previous call. Call this before each
+        """Set `train_loss` to the mean over microbatches reported since the last call, if any. Call this before each
         planned checkpoint."""
         if self.loss_count:
             self.train_loss = self.loss_sum / self.loss_count

@@ -237,8 +237,8 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
 
 
 def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """Return the models without those that repeat an earlier one under the same label. If different models have the
-    same label, the paths of their weights become their labels."""
+    """Return the models. Different ones with the same label get the paths of their weights as labels. Then those that
+    repeat an earlier one under the same label are left out."""
     known: dict[str, set[tuple[str, str]]] = {}
     for model in models:
         known.setdefault(model.label, set()).add(model.identity)

@@ -190,8 +190,8 @@ class SweepRunner:
         max_dollars: float | None = None,
         max_hours: float | None = None,
     ) -> None:
-        """Raise UserError if `max_dollars` is given and a run has no price, if the machine's GPUs are too few, or if a
-        run's sweep.log is damaged."""
+        """Raise UserError if `max_dollars` is given and a run has no price, if GPUs are too few for several groups, or
+        if a sweep.log is damaged."""
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
@@ -370,7 +370,7 @@ class SweepRunner:
         self.dollars[attempt.run.name] = dollars
 
     def _end(self, attempt: Attempt) -> None:
-        """Record that a run's process has ended: count its cost, free its devices, and print and log how it ended."""
+        """Record the end of an attempt: count its cost, free its devices, print how it ended, and log its seconds."""
         name, code, status = attempt.run.name, attempt.process.returncode, status_of(attempt.run)
         self._count(attempt, status)
         self.attempts.remove(attempt)

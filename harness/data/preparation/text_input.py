@@ -73,8 +73,7 @@ def text_suffix(name: str) -> str | None:
 
 
 def is_surely_text(name: str) -> bool:
-    """Return True if a file's name shows that the file is text. A .json file may hold something other than lines of
-    JSON."""
+    """Return True if a file's name shows that READERS can read it. Not for .json: it need not be lines of JSON."""
     return text_suffix(name) not in {None, ".json"}
 
 

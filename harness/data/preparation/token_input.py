@@ -47,7 +47,7 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     """Return the position, number and dtype of the tokens in a file. `stated_dtype` is the dtype that the user gives
     for files without a header; None means uint16.
 
-    Raises UserError if the file is damaged or of an unknown format, or if its dtype must be stated.
+    Raises UserError if the file is damaged, of an unknown format, or with None looks like uint32.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
