@@ -83,22 +83,30 @@ def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
 # i + D/2, as in transformers' Llama, so that weights can be copied from one model to the other without reordering.
 
 
-@torch.library.custom_op("ddp_pretrain::rotation", mutates_args=())
-def rotation(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> tuple[Tensor, Tensor]:
+def rotation(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> Rotation:
     """Return the cosines and sines of the angles p·base^(-2i/D) by which RoPE rotates pair i of a head at position p.
 
     `positions` are (T,) or (B, T), and the results (T, D/2) or (B, T, D/2), in fp64 or fp32. D is `head_width`.
-
-    This is a custom operation, because torch.compile would otherwise compute powers, cosines and sines again for each
-    head, sequence and layer, in both passes: on a GPU this took a quarter of a step (docs/LOG.md).
     """
+    # torch.compile would otherwise compute powers, cosines and sines again for each head, sequence and layer, in both
+    # passes: on a GPU this took a quarter of a step. Elsewhere, a custom operation would only cost: its first call
+    # imports torch's compiler, which takes seconds, and a program of torch.export would need this file.
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return _opaque_rotation(positions, head_width, base, is_fp64)
+    return _rotation(positions, head_width, base, is_fp64)
+
+
+def _rotation(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if is_fp64 else torch.float32
     exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=dtype) / head_width
     angles = positions.to(dtype)[..., None] * base**-exponents
     return angles.cos(), angles.sin()
 
 
-@rotation.register_fake
+_opaque_rotation = torch.library.custom_op("ddp_pretrain::rotation", _rotation, mutates_args=())
+
+
+@_opaque_rotation.register_fake
 def _rotation_shapes(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> tuple[Tensor, Tensor]:
     """Return uninitialized tensors like the results of `rotation`, for torch.compile."""
     shape, dtype = (*positions.shape, head_width // 2), torch.float64 if is_fp64 else torch.float32

@@ -46,9 +46,9 @@ from harness.training.startup import choose_precision, fetch_data, remark_on_mac
 from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
 
-# Bytes of the tensors exchanged before the search: a large gradient (such as an embedding's), one of DDP's buckets, and
-# a scalar. NCCL allocates its buffers, up to a GiB or more, when it first uses an algorithm.
-EXCHANGE_BYTES = (2**26, 25 * 2**20, 4)
+# Bytes of the tensors exchanged before the search: one of DDP's buckets (of train.json's default size), a smaller one,
+# and a scalar. NCCL allocates its buffers, up to a GiB or more, when it first uses an algorithm.
+EXCHANGE_BYTES = (100 * 2**20, 25 * 2**20, 4)
 STEPS = 3  # optimizer steps per size on a GPU; the memory in use has settled after three
 SEARCH_SECONDS = 600.0  # time limit of the search on a CPU, where a size may take minutes
 GUESS_GROWTH = 4  # factor by which the margin around a guess grows (see largest_that_fits)
