@@ -83,30 +83,23 @@ def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
 # i + D/2, as in transformers' Llama, so that weights can be copied from one model to the other without reordering.
 
 
-def rotation(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> Rotation:
+def rotation(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of the angles p·base^(-2i/D) by which RoPE rotates pair i of a head at position p.
 
     `positions` are (T,) or (B, T), and the results (T, D/2) or (B, T, D/2), in fp64 or fp32. D is `head_width`.
     """
-    # torch.compile would otherwise compute powers, cosines and sines again for each head, sequence and layer, in both
-    # passes: on a GPU this took a quarter of a step. Elsewhere, a custom operation would only cost: its first call
-    # imports torch's compiler, which takes seconds, and a program of torch.export would need this file.
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        return _opaque_rotation(positions, head_width, base, is_fp64)
-    return _rotation(positions, head_width, base, is_fp64)
-
-
-def _rotation(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if is_fp64 else torch.float32
     exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=dtype) / head_width
     angles = positions.to(dtype)[..., None] * base**-exponents
     return angles.cos(), angles.sin()
 
 
-_opaque_rotation = torch.library.custom_op("ddp_pretrain::rotation", _rotation, mutates_args=())
+# For compiled code, which would otherwise compute powers, cosines and sines again for each head, sequence and layer: a
+# quarter of a step on a GPU (docs/LOG.md). Eager code does not use it, because its first call would load the compiler.
+compiled_rotation = torch.library.custom_op("ddp_pretrain::rotation", rotation, mutates_args=())
 
 
-@_opaque_rotation.register_fake
+@compiled_rotation.register_fake
 def _rotation_shapes(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> tuple[Tensor, Tensor]:
     """Return uninitialized tensors like the results of `rotation`, for torch.compile."""
     shape, dtype = (*positions.shape, head_width // 2), torch.float64 if is_fp64 else torch.float32
@@ -522,8 +515,10 @@ class GPTModel(nn.Module):
         turn = None
         if config.position == "rope":
             assert config.rope_base is not None
-            is_fp64 = self.tok_emb.weight.dtype == torch.float64
-            turn = rotation(positions, config.head_width, config.rope_base, is_fp64)
+            # torch.export gets no custom operation, because its programs are loaded without this file.
+            is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+            turns = compiled_rotation if is_compiled else rotation
+            turn = turns(positions, config.head_width, config.rope_base, self.tok_emb.weight.dtype == torch.float64)
         embedding_BxTxC = x_BxTxC if config.embedding_skip else None
         values = [table(tokens_BxT) for table in self.value_embs]  # first and last blocks share tables
         for layer, block in enumerate(self.trf_blocks):

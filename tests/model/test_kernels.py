@@ -79,7 +79,7 @@ def test_only_compiled_code_has_an_operation_for_ropes_cosines(monkeypatch: pyte
 
     compiled = torch.compile(model, backend=compiler)(tokens)
     assert found.count("ddp_pretrain.rotation.default") == 1
-    monkeypatch.setattr(gpt, "_opaque_rotation", None)
+    monkeypatch.setattr(gpt, "compiled_rotation", None)
     assert torch.equal(model(tokens), compiled)
     torch.export.export(model, (tokens,))
 
