@@ -99,7 +99,7 @@ class Uploads:
             while not self._ended.wait(0.1) and not asked:
                 if not is_told and time.monotonic() - since > 1.0:
                     is_told, bar = True, self._bar()
-                if self._sent_bytes != last:
+                if self._sent_bytes > last:
                     if bar is not None:
                         bar.update(self._sent_bytes - last)
                     last, since = self._sent_bytes, time.monotonic()
@@ -254,7 +254,7 @@ class Uploads:
         try:
             self.mirror.send(remote, file, progress)
         finally:
-            self._in_flight = 0
+            self._in_flight, self._sent_bytes = 0, before  # what a failed try has sent does not count
         self._sent_bytes = before + size
 
     def _send_small(self, name: str, path: Path) -> None:

@@ -6,13 +6,14 @@ import errno
 import shlex
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from harness.mirror import upload
+from harness.mirror.store import Mirror
 from tests.mirror.test_two_machines import SETTINGS, STOP, add_machine
 from tests.support import faulty_store
 from tests.support.jobs import start, wait_for
@@ -100,6 +101,24 @@ def test_a_store_that_keeps_half_of_a_file_is_found_out(
     second = add_machine(tmp_path, "second", mirror="memory://store")
     second.train_here()
     assert_same_end(machine.runs / "r", second.runs / "r")
+
+
+def test_a_store_that_fails_in_the_middle_of_a_file_is_given_up(
+    tmp_path: Path, memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an S3 store that is full after the first parts. The bytes of failed tries are no progress."""
+    monkeypatch.setattr(upload, "END_PATIENCE_SECONDS", 0.5)
+    send, until = Mirror.send, time.monotonic() + 20
+
+    def send_half(self: Mirror, path: str, local: Path, progress: Callable[[int], None]) -> None:
+        if path.endswith("optimizer.pt") and time.monotonic() < until:
+            progress(local.stat().st_size // 2)
+            raise OSError(errno.ENOSPC, "quota exceeded")
+        send(self, path, local, progress)
+
+    monkeypatch.setattr(Mirror, "send", send_half)
+    machine = add_machine(tmp_path, "first", mirror="memory://store")
+    assert "not in the mirror: " in machine.train_here().stderr
 
 
 CUT = """
