@@ -64,7 +64,7 @@ def _write_reason(axes: Axes, reason: str, y: float) -> None:
 
 def _mark(axis: Axis, values: np.ndarray, write: Callable[[float], str]) -> None:
     """Label a logarithmic axis over these values with a few round numbers."""
-    decades = np.log10(values.max() / values.min())
+    decades = np.ptp(np.log10(values))
     within = next((each for most, each in ROUND if decades < most), (1,))
     axis.set_major_locator(LogLocator(subs=within, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
@@ -122,7 +122,6 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
     title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
     axes.set(xscale="log", yscale="log", xlim=along[[0, -1]], title=title, xlabel="FLOPs", ylabel=quantity)
     _mark(axes.xaxis, along, power)
-    _mark(axes.yaxis, getattr(analysis.points, quantity), short)
     reason = isoflop
     if isinstance(isoflop, IsoFlop):
         reason = isoflop.laws if isinstance(isoflop.laws, Inconclusive) else reason
@@ -148,6 +147,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
         axes.fill_between(along, low, high, color=LAW_COLOR, alpha=0.12, linewidth=0)
         middle = [each.value for each in intervals]
         axes.plot(along, middle, color=LAW_COLOR, linestyle="--", linewidth=1.4, label="law L(N, D)")
+    _mark(axes.yaxis, np.array(axes.get_ylim()), short)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper left", **QUIET)
     elif not axes.has_data():

@@ -200,6 +200,18 @@ def test_points_that_are_alike_are_drawn_without_a_warning(tmp_path: Path, rows:
     assert chart.read_text().count(">parameters</text>") == axes
 
 
+def test_the_axis_of_the_best_is_labeled_for_what_it_shows(tmp_path: Path) -> None:
+    """It needs more labels than the wider range of all points would."""
+    points, chart = tmp_path / "points.csv", tmp_path / "c.svg"
+    plans = [
+        (c, best_size(c) * 4.0**n, 3 - np.log10(c / 1e18) + n**2) for c in (1e18, 4e18, 1.6e19) for n in range(-3, 4)
+    ]
+    points.write_text("\n".join(["flops,parameters,loss", *(",".join(map(str, plan)) for plan in plans)]))
+    fit("--points", str(points), "--resamples", "100", "--chart", str(chart))
+    [panel] = [part for part in chart.read_text().split('<g id="axes_') if ">tokens</text>" in part]
+    assert len(re.findall(r">[0-9.]+[KMBT]</text>", panel)) >= 3
+
+
 def test_a_run_with_experts_is_not_predicted_by_laws_of_dense_models(points: str, tmp_path: Path) -> None:
     run = Path(shutil.copytree(SHIPPED_RUNS / "test", tmp_path / "experts"))
     model = json.loads((run / "model.json").read_text()) | {"moe": {"num_experts": 4, "num_active_experts": 2}}
