@@ -155,20 +155,18 @@ def test_through_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("another machine takes the run", "a warning; nothing more is sent")
-def test_a_run_that_was_taken_says_so_once_and_trains_on(tmp_path: Path) -> None:
+def test_a_run_that_was_taken_says_so_once_and_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = add_machine(tmp_path, "first", report_interval=1)
-    thief = lease_of(tmp_path, "thief")
+    thief, send, taken = lease_of(tmp_path, "thief"), Mirror.send, threading.Event()
 
-    def steal() -> None:
-        file = remote(machine) / "checkpoints"
-        while not file.exists():
-            time.sleep(0.005)
-        thief.take(wait=False, take_over=True)
+    def send_and_lose(self: Mirror, *arguments: Any) -> None:
+        send(self, *arguments)
+        if not taken.is_set():  # in the middle of the first checkpoint
+            thief.take(wait=False, take_over=True)
+            taken.set()
 
-    thread = threading.Thread(target=steal)
-    thread.start()
+    monkeypatch.setattr(Mirror, "send", send_and_lose)
     result = machine.train_here()
-    thread.join()
     told = [line for line in result.stderr.splitlines() if "has taken this run" in line]
     missing = [line for line in result.stderr.splitlines() if "not in the mirror: " in line]
     thief.release()
