@@ -517,8 +517,8 @@ class GPTModel(nn.Module):
             assert config.rope_base is not None
             # torch.export gets no custom operation, because its programs are loaded without this file.
             is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-            turns = compiled_rotation if is_compiled else rotation
-            turn = turns(positions, config.head_width, config.rope_base, self.tok_emb.weight.dtype == torch.float64)
+            compute = compiled_rotation if is_compiled else rotation
+            turn = compute(positions, config.head_width, config.rope_base, self.tok_emb.weight.dtype == torch.float64)
         embedding_BxTxC = x_BxTxC if config.embedding_skip else None
         values = [table(tokens_BxT) for table in self.value_embs]  # first and last blocks share tables
         for layer, block in enumerate(self.trf_blocks):
