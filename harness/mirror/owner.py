@@ -47,6 +47,7 @@ class Lease:
         self._id = own_id(run)
         self._since = time.time()
         self._released, self._using = threading.Event(), threading.RLock()  # held while `_mirror` is used
+        self._written = 0.0  # the time of this machine's last owner.json
         self._lost: str | None = None
 
     def take(self, *, wait: bool, take_over: bool) -> None:
@@ -85,6 +86,9 @@ class Lease:
                 owner = _parse(self._mirror.read(OWNER))
             if owner and owner.get("id") != self._id:
                 self._lost = _host(owner)
+            elif owner is None and time.time() - self._written > LEASE_SECONDS:
+                # Another machine took the run while this one was frozen or offline, and has released it.
+                self._lost = "another machine"
         if self._lost is not None:
             raise LeaseLost(self._lost)
 
@@ -113,6 +117,7 @@ class Lease:
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "id": self._id, "run": self._mirror.run_name}
         owner |= {"since": self._since, "heard": time.time()}
         self._mirror.write(OWNER, json.dumps(owner, indent=2).encode() + b"\n")
+        self._written = time.time()
 
 
 def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, float]:

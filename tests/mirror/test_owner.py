@@ -74,6 +74,15 @@ def test_a_machine_that_fell_silent_has_lost_the_run(first: Lease, second: Lease
     second.release()
 
 
+def test_a_machine_that_fell_silent_has_lost_a_run_that_was_released_since(first: Lease, second: Lease) -> None:
+    first._released.set()  # as if the machine were frozen
+    time.sleep(1.2)
+    second.take(wait=False, take_over=False)
+    second.release()
+    with pytest.raises(LeaseLost, match="another machine"):
+        first.check()
+
+
 def test_one_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """owner.json cannot be read, and later not be written, at the first try."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
