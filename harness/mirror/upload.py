@@ -318,8 +318,8 @@ class Uploads:
                     self.mirror.delete(f"checkpoints/{name}")
 
     def _prune(self, there: dict[str, int]) -> None:
-        """Once the newest and the best checkpoint are sent, delete all others but the newest `keep` (None: keep all).
-        Checkpoints that were set aside stay."""
+        """Once the newest and the best checkpoint are sent or damaged here, delete all others but the newest `keep`
+        (None: all). Those set aside stay."""
         wanted = {path.name for path in self._wanted()}
         if self.keep is None or not wanted <= self._whole | self.damaged:
             return

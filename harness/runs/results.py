@@ -274,7 +274,7 @@ def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
     try:
         with safe_open(path, "numpy") as file:
             losses: np.ndarray = file.get_tensor("losses")
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, TypeError, AttributeError, ValueError) as error:  # also dtypes unknown to NumPy
         raise UserError(f"{path}: cannot read the losses of the windows: {error}; measure again") from None
     if losses.shape != (result.text.windows,):
         raise UserError(f"{path}: has losses of shape {list(losses.shape)}, not [{result.text.windows}]; measure again")

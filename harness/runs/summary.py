@@ -25,7 +25,7 @@ Dollars = Annotated[int | float, Field(ge=0)]
 
 
 class Outcome(BaseModel):
-    """The outcome of a run, and the machine and batch with which it was measured."""
+    """The outcome of a run, and the machine and batch with which it ended."""
 
     run: str = ""
     seconds: dict[str, Amount] = {}  # by phase, and in total

@@ -120,8 +120,8 @@ def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
 
 
 def unknown_key(keys: Iterable[str]) -> str | None:
-    """Return a message about the first of `keys` that is not a key of model.json or train.json, with the key that was
-    probably meant. Return None if all of `keys` are known."""
+    """Return a message about the first of `keys` that is not a key of model.json or train.json, and the key probably
+    meant, if any. Return None if all of `keys` are known."""
     key = next((key for key in keys if key not in MODEL_KEYS and key not in TRAIN_KEYS), None)
     if key is None:
         return None

@@ -1,8 +1,8 @@
 """One optimizer step on a model, which may be wrapped in DistributedDataParallel, compiled, both or neither.
 
-To add an optimizer, write a class with the attributes and methods of AdamW (adamw.py), add its name to the key
-`optimizer` in harness/runs/train_config.py, a branch in `OptimizerStep.__init__`, and its state to MOMENTS and
-`optimizer_state_bytes` in harness/runs/optimizer_state.py. Gradients are equal on all ranks. State is saved by
+To add an optimizer, write a class with AdamW's attributes and methods (adamw.py), and a branch in
+`OptimizerStep.__init__`. Add its name to the key `optimizer` in harness/runs/train_config.py, and its state to MOMENTS
+and `optimizer_state_bytes` in harness/runs/optimizer_state.py. Gradients are equal on all ranks. State is saved by
 parameter name, however it is divided among the ranks.
 """
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from harness.common.errors import UserError
 from harness.runs.directory import RunDirectory
@@ -154,9 +156,12 @@ def test_a_loss_that_its_windows_or_bytes_contradict_is_left_out(
     assert len(read_results(run).found) == is_plausible
 
 
-def test_losses_of_windows_that_are_missing_or_too_few(run: RunDirectory) -> None:
+def test_losses_of_windows_that_are_missing_too_few_or_of_another_type(run: RunDirectory) -> None:
     path = write_loss(run, LOSS, LOSSES[:2])
     with pytest.raises(UserError, match=r"has losses of shape \[2\], not \[3\]; measure again"):
+        read_window_losses(run, LOSS)
+    save_file({"losses": torch.ones(3, dtype=torch.bfloat16)}, path.with_suffix(".safetensors"))
+    with pytest.raises(UserError, match="cannot read the losses of the windows"):
         read_window_losses(run, LOSS)
     path.with_suffix(".safetensors").unlink()
     with pytest.raises(UserError, match="cannot read the losses of the windows"):
