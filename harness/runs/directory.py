@@ -7,14 +7,13 @@ import difflib
 import fnmatch
 import os
 import re
-import shlex
 import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 from harness.common.errors import UserError, explained
-from harness.common.files import SAFE_NAME, check_inside, check_name, check_writable, move
+from harness.common.files import check_inside, check_name, check_writable, move
 from harness.common.lock import RunLock
 from harness.common.messages import quoted, tell
 from harness.model.tensor_names import WEIGHTS
@@ -52,17 +51,11 @@ def _plain_name(runs_dir: Path, text: str) -> str:
     text = text.rstrip(os.sep)
     if os.sep not in text or "\0" in text:
         return check_name(text, "run")
-    path, there, known = os.path.abspath(text), os.path.realpath(runs_dir), known_runs(runs_dir)
-    if os.path.realpath(os.path.dirname(path)) == there:
+    path = os.path.abspath(text)
+    if os.path.realpath(os.path.dirname(path)) == os.path.realpath(runs_dir):
         return check_name(os.path.basename(path), "run")
-    inside = os.path.relpath(os.path.realpath(path), there).split(os.sep)[0]
-    folder, name = os.path.split(path if os.path.isdir(path) else os.path.dirname(path))
-    near = next((part for part in (inside, os.path.basename(path), text.split(os.sep)[0]) if part in known), None)
-    hint = f"; did you mean {near}?" if near else ""
-    if inside not in known and os.path.isfile(os.path.join(folder, name, "train.json")) and SAFE_NAME.fullmatch(name):
-        hint = f"; for that run, give {name} and --runs-dir {shlex.quote(folder)}"
     where = f"{os.path.abspath(runs_dir)} (--runs-dir)"
-    raise UserError(f"run {quoted(text)}: must be a plain name, or the path of a run in {where}{hint}")
+    raise UserError(f"run {quoted(text)}: must be a plain name, or the path of a run in {where}")
 
 
 def unused_name(folder: Path, ending: str = "") -> Path:
@@ -113,8 +106,7 @@ class RunDirectory:
         if not known:
             there = "there are none in" if runs_dir.is_dir() else "there is no folder"
             hint = f"{there} {os.path.abspath(runs_dir)}; --runs-dir names the folder of your runs"
-        quote = "; if the shell expanded a pattern, quote it: 'name*'" if Path(name).is_file() else ""
-        raise UserError(f"{path}: no such run; {hint}{quote}")
+        raise UserError(f"{path}: no such run; {hint}")
 
     @classmethod
     def find_all(cls, runs_dir: Path, name: str, *, any_name: bool = False) -> list[RunDirectory]:
