@@ -67,15 +67,9 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
         return None
     paid_batches, key = wanted / batches.tokens_before(1), config.budget_key
     if paid_batches < 1 and key != "min_train_tokens":
-        value, remedy = getattr(config, key), "raise it"
-        if paid_batches:  # the quotient underflows to 0.0 for tiny budgets; no remedy can be computed from it
-            enough = value / paid_batches
-            # place of the third digit, to which the suggestion is rounded up
-            digits = 10.0 ** (math.floor(math.log10(enough)) - 2)
-            remedy += f" to at least {math.ceil(enough / digits) * digits:g}"
         raise UserError(
-            f'train.json: key "{key}": {value:g} gives less than one global batch ({paid_batches:.2g} of one); '
-            f"{remedy}, or make the global batch smaller"
+            f'train.json: key "{key}": {getattr(config, key):g} gives less than one global batch '
+            f"({paid_batches:.2g} of one); raise it, or make the global batch smaller"
         )
     if config.target_flops is not None:
         return batches.tokens_before(max(1, batches.steps_within(paid_tokens(config, model))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,16 +107,10 @@ def test_what_was_recorded_holds_until_another_budget_is_asked_for(shop: Worksho
     ("train", "words"),
     [
         ({"tokens_per_parameter": 0.001}, ": 0.001 gives less than one global batch (0.14 of one)"),
-        (
-            {"target_flops": 1e6},
-            ": 1e+06 gives less than one global batch (0.32 of one); raise it to at least 3.15e+06",
-        ),
+        ({"target_flops": 1e6}, ": 1e+06 gives less than one global batch (0.32 of one); raise it, or make"),
         ({"train_steps": 2**61}, "comes to 1.5e+20 tokens, more than can be counted (4.6e+18); lower it"),
         ({"target_flops": 1e40}, "comes to 2e+35 tokens"),
-        (
-            {"target_flops": 5e-324},
-            "gives less than one global batch (0 of one); raise it, or make the global batch smaller",
-        ),
+        ({"target_flops": 5e-324}, "gives less than one global batch (0 of one)"),
     ],
     ids=str,
 )
@@ -127,19 +120,6 @@ def test_too_little_and_too_much(shop: Workshop, train: dict[str, Any], words: s
     message = refused(shop, **train)
     assert message.startswith(f'train.json: key "{next(iter(train))}": ')
     assert words in message
-
-
-@pytest.mark.parametrize(("key", "batches"), [("tokens_per_parameter", 2), ("target_flops", 1)])
-def test_the_remedy_for_too_small_a_budget_is_enough(shop: Workshop, key: str, batches: int) -> None:
-    """A budget raised to the value that the error message names is accepted. The value is rounded up to three digits,
-    so that it may exceed one batch by a token or two. With `tokens_per_parameter`, whose tokens are rounded up to whole
-    batches, the run then has two batches."""
-    said = re.search(r"at least ([\d.e+-]+),", refused(shop, **{key: 1e-6}))
-    assert said
-    asked = experiment(shop, **{key: float(said[1])})
-    budget = asked.budget(asked.layout(1), None)
-    assert budget is not None
-    assert budget.tokens == batches * BATCH
 
 
 def test_more_than_the_data_names_the_budget(shop: Workshop) -> None:
