@@ -339,12 +339,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 def read_meta(path: Path) -> CheckpointMeta:
     """Read the meta.json of the checkpoint folder `path`. Raises UserError if it is missing or wrong."""
     file = path / META
-    raw = read_json_object(file)
-    try:
-        meta = parse_config(CheckpointMeta, raw, file)
-    except UserError as error:
-        fault = str(error).removeprefix(f"{file}: ")
-        raise UserError(f"{file}: not the meta.json of a checkpoint of this program: {fault}") from None
+    meta = parse_config(CheckpointMeta, read_json_object(file), file)
     name = CHECKPOINT_NAME.fullmatch(path.resolve().name)
     if name and int(name.group(1)) != meta.global_step:
         raise UserError(f'{file}: key "global_step": {meta.global_step}, but the folder is called {name.group()}')
