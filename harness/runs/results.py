@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -105,12 +105,6 @@ class LossResult(Result):
     # predicted tokens
     bits_are_exact: bool = True
     trained_on: Overlap | None = None  # how much of the split also occurs in the training text; None if unknown
-
-    @model_validator(mode="after")
-    def _check_bits_per_byte(self) -> LossResult:
-        if self.loss and self.bits_per_byte == 0:
-            raise ValueError('key "bits_per_byte": 0, but the loss is not 0')
-        return self
 
     @property
     def windows_name(self) -> str:
