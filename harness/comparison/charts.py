@@ -18,7 +18,7 @@ from harness.comparison.arms import find_arms
 from harness.comparison.quantities import Basis, training_basis, validation_basis
 from harness.comparison.records import RunRecord
 from harness.comparison.table import cut_names
-from harness.runs.metrics import TrainEvent, ValidationEvent, last_training
+from harness.runs.metrics import TrainEvent, ValidationEvent, newest_first
 
 LEAST_POINTS = 2
 # Length of a curve's first part, as a fraction of the place of its last point. Losses there begin near ln(vocabulary
@@ -92,7 +92,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
         try:
-            found = [each for each in last_training(record.directory.metrics) if isinstance(each, WITH_LOSS)]
+            found = [each for each in newest_first(record.directory.metrics) if isinstance(each, WITH_LOSS)]
         except UserError as error:
             reasons[f"in no chart: {error}"] = [record.name]
         else:

@@ -210,8 +210,7 @@ def read_metrics(path: Path) -> list[Event]:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The newest numbers of the last training in a run's metrics.jsonl. A number that this training has not reported is
-    None."""
+    """The newest numbers in a run's metrics.jsonl. A number that the run has not reported is None."""
 
     global_step: int
     tokens_seen: int
@@ -254,12 +253,12 @@ def rough_duration(seconds: float) -> str:
 
 
 def read_progress(path: Path) -> RunProgress | None:
-    """Return the newest numbers of the last training in a metrics.jsonl, or None if there are none or no file. Raises
-    UserError if the file cannot be read."""
+    """Return the newest numbers in a metrics.jsonl, or None if there are none or no file. Raises UserError if the file
+    cannot be read."""
     last: Event | None = None
     train: TrainEvent | None = None
     validation: ValidationEvent | None = None
-    for event in last_training(path):
+    for event in newest_first(path):
         last = last or event
         train = event if train is None and isinstance(event, TrainEvent) else train
         validation = event if validation is None and isinstance(event, ValidationEvent) else validation
@@ -280,10 +279,10 @@ def read_progress(path: Path) -> RunProgress | None:
 
 
 def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
-    """Return the scores of the last evaluation of benchmarks in a metrics.jsonl. The list is empty if the last training
-    in the file evaluated none, or if there is no file. Raises UserError if the file cannot be read."""
+    """Return the scores of the last evaluation of benchmarks in a metrics.jsonl. The list is empty if there is none, or
+    no file. Raises UserError if the file cannot be read."""
     found: list[BenchmarkEvent] = []
-    for event in last_training(path, with_bytes=b'"benchmark"'):
+    for event in newest_first(path, with_bytes=b'"benchmark"'):
         if found and event.global_step != found[0].global_step:
             break
         if isinstance(event, BenchmarkEvent):
@@ -291,22 +290,11 @@ def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
     return found[::-1]
 
 
-def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
-    """Yield the events of the last training in a metrics.jsonl, the newest first. The file may begin with the events of
-    earlier trainings. A new training began where the global step falls from one line to the next.
-
-    Yields nothing if the file does not exist or does not contain the bytes `with_bytes`. Raises UserError if the file
-    cannot be read.
-    """
+def newest_first(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
+    """Yield the events of a metrics.jsonl, the newest first. Yields nothing if the file does not exist or does not
+    contain the bytes `with_bytes`. Raises UserError if the file cannot be read."""
     with os_errors_as(UserError, f"{path}: cannot be read"):
         refuse_special(path)
         content = path.read_bytes() if path.exists() else b""
-    next_step: int | None = None
-    for line in reversed(content.split(b"\n") if with_bytes in content else []):
-        event = parse_event(line)
-        if event is None:
-            continue
-        if next_step is not None and event.global_step > next_step:
-            return
-        next_step = event.global_step
-        yield event
+    events = map(parse_event, reversed(content.split(b"\n") if with_bytes in content else []))
+    yield from (event for event in events if event is not None)

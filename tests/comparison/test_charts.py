@@ -121,15 +121,6 @@ def test_a_file_that_cannot_be_read_keeps_no_other_run_from_being_drawn(
     assert chart_of(locked).problems == [reason]
 
 
-def test_of_metrics_that_begin_again_the_last_training_is_drawn(tmp_path: Path) -> None:
-    run = trained(tmp_path, "a")
-    run.directory.metrics.write_text(
-        run.directory.metrics.read_text() + trained(tmp_path, "b").directory.metrics.read_text()
-    )
-    (curve,) = chart_of(run, axis="steps").curves
-    assert curve.x == [0, 10, 20]
-
-
 def test_training_losses_where_no_run_has_validated_twice(tmp_path: Path) -> None:
     without = RunFolder(tmp_path, "a", NO_VALIDATION).finish(final_validation_loss=None).train_to(0, 10)
     once = RunFolder(tmp_path, "b").finish().train_to(0, 10, 20)

@@ -147,17 +147,6 @@ def test_a_run_that_has_reached_a_budget_of_another_kind_is_finished(tmp_path: P
         assert RunRecord.read(run.directory).state.word == state
 
 
-def test_of_a_restarted_run_the_last_training_alone_counts(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a").train_to(0, 10, 20)
-    later = RunFolder(tmp_path, "b").train_to(0)
-    text = later.directory.metrics.read_text()
-    run.directory.metrics.write_text(run.directory.metrics.read_text() + text.splitlines()[0] + "\n")
-    progress = read_progress(run.directory.metrics)
-    assert progress is not None
-    assert (progress.global_step, progress.train_loss) == (0, 4.0)
-    assert progress.validation_loss is None, "the loss at step 20 is from an earlier training"
-
-
 def test_the_files_end_is_what_the_whole_file_says(tmp_path: Path) -> None:
     """The end of metrics.jsonl gives the same progress as the whole file, even if a crash cut off the last line."""
     run = RunFolder(tmp_path, "a").train_to(*range(400))
