@@ -224,10 +224,10 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
-def tell_soon(reason: str) -> None:
-    """Print on standard error, in one line, why this process ends. Returns after at most TELLING_SECONDS, even if the
-    write still blocks (full pipe, paused terminal)."""
-    line = f"\nerror: {printable(reason)}"  # on a line of its own, not behind a progress bar
+def tell_soon(reason: str, kind: str = "error") -> None:
+    """Print on standard error, in one line, why this process ends, or a message of another `kind`. Returns after at
+    most TELLING_SECONDS, even if the write still blocks (full pipe, paused terminal), and even if it fails."""
+    line = f"\n{kind}: {printable(reason)}"  # on a line of its own, not behind a progress bar
     telling = threading.Thread(target=say_last, args=(line,), daemon=True)
     telling.start()
     telling.join(TELLING_SECONDS)

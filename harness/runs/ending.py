@@ -29,12 +29,11 @@ from harness.common.errors import (
     EXIT,
     STATUSES,
     STOPPING_SIGNALS,
-    TELLING_SECONDS,
     UserError,
-    printable,
+    tell_soon,
 )
 from harness.common.lock import is_held, last_owner, release
-from harness.common.messages import quoted, tell
+from harness.common.messages import quoted
 from harness.common.processes import has_ended, launcher_name, started_by_torchrun
 from harness.common.program import ROOT
 from harness.runs.directory import RunDirectory
@@ -142,16 +141,8 @@ def main() -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning on standard error. Returns even if nobody can read it (full disk, closed or paused terminal),
-    because `on_end` must run all the same."""
-
-    def write() -> None:
-        with suppress(OSError):
-            tell(f"warning: {printable(text)}")
-
-    writing = threading.Thread(target=write, daemon=True)
-    writing.start()
-    writing.join(TELLING_SECONDS)
+    """Print a warning, without waiting for it to be read: `on_end` must run all the same."""
+    tell_soon(text, "warning")
 
 
 def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
