@@ -4,7 +4,6 @@ to. Imports torch only to write a model.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ from harness.model.config import ModelConfig
 from harness.model.tensor_names import META, MODEL_JSON, WEIGHTS
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import BEST, LATEST, NoCheckpointError, find_checkpoint, list_checkpoints
-from harness.runs.directory import CHECKPOINT_NAME, RunDirectory, known_runs
+from harness.runs.directory import CHECKPOINT_NAME, RunDirectory
 from harness.runs.results import MeasuredWeights
 from harness.runs.train_config import load_train_config
 
@@ -179,9 +178,7 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
         is_run = os.path.realpath(path.parent) == os.path.realpath(runs_dir)
         is_run |= path.name == word and (runs_dir / path).is_dir()
         is_run |= (path / "train.json").is_file() and not (path / WEIGHTS).exists()
-        name, checkpoint = split_checkpoint(word)
-        is_known = "/" not in name and ((runs_dir / name).is_dir() or bool(fnmatch.filter(known_runs(runs_dir), name)))
-        is_followed = following.endswith(WEIGHTS_SUFFIX) and not (is_run or is_known)
+        is_followed = following.endswith(WEIGHTS_SUFFIX) and "/" in word and not is_run
         is_model_json = word.endswith(".json") or path.is_file() or is_followed
         if is_model_json and not are_weights:
             if not left:
@@ -190,7 +187,7 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
         elif path.exists() and not is_run:
             found.append(TrainedModel.read(path))
         else:
-            found += _models_of(runs_dir, name, checkpoint)
+            found += _models_of(runs_dir, *split_checkpoint(word))
     return found
 
 
