@@ -232,14 +232,6 @@ def test_nothing_later_moves_nothing(folder: Path) -> None:
         assert {(folder / link).readlink() for link in ("latest", "best")} == {Path(paths[5].name)}
 
 
-def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file in the way")
-    with pytest.raises(RunError, match="cannot write the checkpoint of step 4") as caught:
-        save_checkpoint(tmp_path / "checkpoints", a_checkpoint(4))
-    assert "\n" not in str(caught.value)
-    assert (tmp_path / "checkpoints").read_text() == "a file in the way"
-
-
 STARVED = """
 import resource
 from harness.runs import checkpoints
