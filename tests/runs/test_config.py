@@ -126,6 +126,7 @@ FOREIGN = [
     ("model.json", "n_embd", "emb_dim"),
     ("model.json", "dropout", "drop_rate"),
     ("model.json", "bias", "qkv_bias"),
+    ("model.json", "num_local_experts", "moe"),
 ]
 
 

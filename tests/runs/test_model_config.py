@@ -10,7 +10,7 @@ import pytest
 
 from harness.model.config import ModelConfig, load_model_config
 from tests.runs.test_config import defaults
-from tests.support.configs import WriteModel, WriteTrain, refusal
+from tests.support.configs import WriteModel, refusal
 
 
 @pytest.mark.parametrize("given", [{}, {"drop_rate": 0.2, "qkv_bias": True}], ids=str)
@@ -117,14 +117,3 @@ def test_width_of_the_feed_forward_layer(model: WriteModel) -> None:
     assert model(mlp="swiglu").mlp_width == 2048
     assert model(mlp="swiglu", emb_dim=132).mlp_width == 352
     assert model(mlp_dim=5).mlp_width == 5
-
-
-def test_a_mixture_of_experts_is_that_of_the_notebook(train: WriteTrain, model: WriteModel) -> None:
-    """A mixture of experts is set as in the notebook's newest runs: `moe` in model.json, and the factor of the router's
-    loss in train.json. The message on another program's key suggests `moe`."""
-    moe = model(moe={"num_experts": 6, "num_active_experts": 2}).moe
-    assert moe is not None
-    assert (moe.num_experts, moe.num_active_experts) == (6, 2)
-    assert train(moe_router_loss_scale=0.005).moe_router_loss_scale == 0.005
-    says = 'did you mean "moe" (an object with num_experts and num_active_experts)?'
-    assert f'key "num_local_experts": unknown; {says}' in refusal(model, num_local_experts=8)
