@@ -338,10 +338,7 @@ def warned_if_not_kept() -> Iterator[None]:
     try:
         yield
     except (UserError, RunError, OSError) as error:
-        reason = str(error)
-        if isinstance(error, OSError):
-            reason = f"{error.filename or 'a file'}: {error.strerror or error}"
-        tell(f"warning: the result is not written to the run's results: {reason}")
+        tell(f"warning: the result is not written to the run's results: {error}")
 
 
 # Writing a model
