@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,6 +26,8 @@ SCAN_CHUNK_TOKENS = 2**24
 LONGEST_HUB_NAME = 96  # characters (the Hub's limit); a draft folder's longer name then fits into file systems' 255
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_TOKENS = 4096
+
+Result = TypeVar("Result", bound=BaseModel)
 
 
 class SplitMeta(BaseModel):
@@ -281,46 +283,34 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     )
 
 
+class Scan(BaseModel):
+    """Result of reading a whole token file."""
+
+    largest_token: int = Field(strict=True, ge=-1, lt=2**32)
+
+
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
     """Return the largest token id in the file, without another scan if the file has not changed since the last one."""
     status = tokens.path.stat()
-
-    def parse(known: dict[str, Any]) -> int:
-        largest = known["largest_token"]
-        if not isinstance(largest, int) or not -1 <= largest <= np.iinfo(tokens.dtype).max:
-            raise ValueError(largest)
-        return largest
-
-    return remembered(
-        dataset,
-        tokens.path.stem,
-        [status.st_size, status.st_mtime_ns],
-        lambda: {"largest_token": tokens.largest_token()},
-        parse,
-    )
+    version = [status.st_size, status.st_mtime_ns]
+    scan = remembered(dataset, tokens.path.stem, version, Scan, lambda: Scan(largest_token=tokens.largest_token()))
+    return scan.largest_token
 
 
-def remembered(
-    dataset: Dataset,
-    name: str,
-    files: object,
-    scan: Callable[[], dict[str, Any]],
-    parse: Callable[[dict[str, Any]], Any],
-) -> Any:
-    """Return `parse(result)`, where `result` is the dict that `scan()` returns, or returned in an earlier call with the
-    same `files`.
+def remembered(dataset: Dataset, name: str, files: object, kind: type[Result], scan: Callable[[], Result]) -> Result:
+    """Return the result of `scan()`, or that of an earlier call with the same `files`.
 
     `files` is a JSON value that identifies the scanned files. Results are saved in DATASETS_DIR/.scans, in a file named
-    after the dataset and `name`. If a saved result is damaged, `parse` must raise ValueError, LookupError or TypeError.
+    after the dataset and `name`. `kind` must refuse the values of a damaged file.
     """
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{name}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or a damaged file
         known = json.loads(memory.read_text())
         if known["file"] == files:
-            return parse(known)
+            return kind.model_validate(known)
     found = scan()
     with suppress(OSError):  # if DATASETS_DIR is read-only, the next run scans again
         memory.parent.mkdir(exist_ok=True)
         with atomic_file(memory) as draft:
-            draft.write_text(json.dumps({"file": files, **found}))
-    return parse(found)
+            draft.write_text(json.dumps({"file": files, **found.model_dump()}))
+    return found

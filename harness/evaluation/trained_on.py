@@ -35,10 +35,10 @@ def training_overlap(model: TrainedModel, held_out: Dataset, split: str, dataset
     tokenizer = held_out.tokenizer
     eot_token = load_tokenizer(tokenizer).eot_token if isinstance(tokenizer, Path) else GPT2_EOT_TOKEN
 
-    def scan() -> dict[str, Any]:
-        return find_overlap(held_out.split(split), training, eot_token).model_dump()
+    def scan() -> Overlap:
+        return find_overlap(held_out.split(split), training, eot_token)
 
-    found: Overlap = remembered(held_out, f"{split}--in-training-{digest}", files, scan, Overlap.model_validate)
+    found = remembered(held_out, f"{split}--in-training-{digest}", files, Overlap, scan)
     return found if found.ngrams else Inconclusive(f"none of its documents has {NGRAM} tokens to compare")
 
 
