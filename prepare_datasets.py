@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ from click.core import ParameterSource
 
 from harness.common.errors import (
     EXIT,
-    RunStopped,
     UserError,
     interrupt_on_stopping_signals,
     printable,
     tell_how_to_continue,
 )
-from harness.common.messages import abbreviated, counted, document_count, is_hub_name, is_unicode, tell
+from harness.common.messages import abbreviated, counted, document_count, is_hub_name, is_unicode
 from harness.common.options import Command, FiniteNumber
 
 GO_WITH = {  # option: the other options that can be combined with it
@@ -154,14 +152,8 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
         from harness.data.hub import push_command, upload_dataset
 
         name, public = options["push_to_hub"], options["public"]
-        try:
-            address = upload_dataset(Dataset.at(folder), name, public=public)
-        except KeyboardInterrupt:
-            number = EXIT.stop_signal or signal.SIGINT
-            again = push_command(folder, name, public=public)
-            tell(f"stopped by {signal.Signals(number).name}; to continue: {again}")
-            raise RunStopped(number) from None
-        click.echo(f"Uploaded to {address}")
+        EXIT.again = f"run: {push_command(folder, name, public=public)}"
+        click.echo(f"Uploaded to {upload_dataset(Dataset.at(folder), name, public=public)}")
 
 
 def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[str, Any]) -> None:

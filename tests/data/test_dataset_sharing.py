@@ -157,7 +157,7 @@ def test_an_interrupted_upload_continues_by_the_command_that_is_printed(preparer
     stops += "huggingface_hub.HfApi.create_commit = stop\n"
     done = preparer.result("a.jsonl", "datasets/me/mine", *SMALL, "--push-to-hub", "me/mine", prelude=stops)
     assert done.status == 130, done
-    preparer.run(*shlex.split(done.stderr.rpartition("to continue: uv run prepare_datasets.py ")[2]))
+    preparer.run(*shlex.split(done.stderr.rpartition("to continue, run: uv run prepare_datasets.py ")[2]))
     assert "train.safetensors" in hub.datasets["me/mine"].files
 
 
