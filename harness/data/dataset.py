@@ -23,7 +23,6 @@ from harness.common.messages import REASON_CHARACTERS, nearest, quoted
 
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
-LONGEST_HUB_NAME = 96  # characters (the Hub's limit); a draft folder's longer name then fits into file systems' 255
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_TOKENS = 4096
 
@@ -207,8 +206,6 @@ def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
     parts = name.split("/")
     if len(parts) != 2:
         raise UserError(f"{given_as} {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
-    if max(map(len, parts)) > LONGEST_HUB_NAME:
-        raise UserError(f"{given_as} {quoted(name)}: owner or name is longer than {LONGEST_HUB_NAME} characters")
     owner, short = (check_name(part, f"{given_as} {quoted(name)}") for part in parts)
     return owner, short
 
