@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from harness.common.errors import UserError, os_errors_as
+from harness.common.errors import UserError, explained, os_errors_as
 from harness.data.dataset import Dataset, dataset_folder, did_you_mean, is_present
 
 BUILTIN = "builtin/python-stdlib"
@@ -23,19 +23,18 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
         with os_errors_as(UserError, f"{folder.parent}: cannot make this folder"):
             folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if name.startswith("builtin/"):
-                _check_builtin(name)
-                from harness.data.preparation.builtin import build_python_stdlib
+            with explained(after=did_you_mean(datasets_dir, name)):  # the Hub's message names no similar dataset
+                if name.startswith("builtin/"):
+                    _check_builtin(name)
+                    from harness.data.preparation.builtin import build_python_stdlib
 
-                print(f"Building {name} in {folder} ...", flush=True)
-                build_python_stdlib(folder)
-            else:
-                from harness.data.hub import download_dataset
+                    print(f"Building {name} in {folder} ...", flush=True)
+                    build_python_stdlib(folder)
+                else:
+                    from harness.data.hub import download_dataset
 
-                print(f"Downloading {name} to {folder} ...", flush=True)
-                download_dataset(name, folder, splits)
-        except UserError as error:  # the Hub's own message does not say that the name may be mistyped
-            raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
+                    print(f"Downloading {name} to {folder} ...", flush=True)
+                    download_dataset(name, folder, splits)
         finally:
             with suppress(OSError):
                 folder.parent.rmdir()  # removes the owner's folder if it is empty, otherwise fails
@@ -54,10 +53,8 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
     elif ask_hub:
         from harness.data.hub import download_work, list_dataset_files
 
-        try:
+        with explained(after=did_you_mean(datasets_dir, name)):
             list_dataset_files(download_work(name, dataset_folder(datasets_dir, name)), splits)
-        except UserError as error:
-            raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
 
 
 def _check_builtin(name: str) -> None:
