@@ -9,7 +9,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,8 +46,13 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
     """
     work = download_work(name, folder)
     partial = _partial_folder(folder)
+
+    def leave(number: int, _frame: object) -> NoReturn:
+        tell(f'\nstopped: dataset "{name}": {AGAIN}')
+        os._exit(128 + number)  # at once, because huggingface_hub would finish its current files, perhaps gigabytes
+
     try:
-        with _leaving_at_once(name), _alone_in(partial):
+        with signals_to(leave, (signal.SIGINT, signal.SIGTERM)), _alone_in(partial):
             if not (folder.is_dir() and any(folder.iterdir())):
                 _fetch(work, partial, splits)
             else:  # another process has downloaded the dataset in the meantime
@@ -128,20 +133,6 @@ def _alone_in(partial: Path) -> Iterator[None]:
             partial.rmdir()  # only if the folder is empty; otherwise the next call resumes from its files
         Path(lock.lock_file).unlink(missing_ok=True)  # deleted while it is locked; a waiting process creates a new file
         lock.release()
-
-
-def _leaving_at_once(name: str) -> AbstractContextManager[None]:
-    """Let SIGINT and SIGTERM end the process immediately during the `with` body. Otherwise, huggingface_hub would first
-    finish its current files, which can be gigabytes.
-
-    A download can be ended at any moment, because the dataset's final folder does not exist until it is complete.
-    """
-
-    def leave(number: int, _frame: object) -> NoReturn:
-        tell(f'\nstopped: dataset "{name}": {AGAIN}')
-        os._exit(128 + number)
-
-    return signals_to(leave, (signal.SIGINT, signal.SIGTERM))
 
 
 # To the Hub ----------------------------------------------------------------------------------------------------------
