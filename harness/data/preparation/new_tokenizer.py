@@ -21,20 +21,17 @@ SAMPLE_CHARACTERS = 2**26
 def check_tokenizer(name: str | None) -> str | None:
     """Check `name`, the value of --tokenizer. Return the SHA-256 of a tokenizer file, or None if `name` is None or an
     encoding of tiktoken. Raises UserError if `name` is anything else, or if the tokenizer file cannot be used."""
-    if name is not None and Path(name, "tokenizer.json").is_file():
-        raise UserError(f"--tokenizer {name}: a folder; give its file {Path(name, 'tokenizer.json')}")
-    if name is not None and Path(name).is_file():
+    if name is None:
+        return None
+    if Path(name).is_file():
         load_tokenizer(Path(name))
         return sha256(Path(name))
-    if name is not None:
-        import tiktoken
+    import tiktoken
 
-        known = sorted(tiktoken.list_encoding_names())
-        if name not in known:
-            there = ", ".join(known)
-            raise UserError(
-                f"--tokenizer {name}: no such file, and tiktoken has no encoding of this name, only {there}"
-            )
+    known = sorted(tiktoken.list_encoding_names())
+    if name not in known:
+        there = ", ".join(known)
+        raise UserError(f"--tokenizer {name}: no such file, and tiktoken has no encoding of this name, only {there}")
     return None
 
 
