@@ -188,11 +188,11 @@ class WorkFolder:
         if restart:
             self._clear()
         known_files = self.path / "files.json"
-        journal, known = _read(self.journal_path, _journal), _read(known_files, list)
-        is_same = journal is not None and journal.options == options and known in (None, files)
+        journal, known = _read(self.journal_path, _journal), _read(known_files, list) or files
+        is_same = journal is not None and journal.options == options and known == files
         if journal is None or not (journal.here.total.tokens or is_same):
             self._clear()
-            journal, known = Journal(options), None
+            journal, known = Journal(options), files
         before = journal.options
         changes = ", ".join(
             f"{key}: {before.get(key)}, not {options.get(key)}"
@@ -207,17 +207,16 @@ class WorkFolder:
         journal.options = options
         if journal.phase == "reading":
             at = journal.here.file
-            for each in range(at + 1 if known is not None else 0):
-                if files[each : each + 1] == known[each : each + 1]:
-                    continue
-                if each < at:
-                    raise UserError(
-                        f"{known[each][0]}: was read already, but has since changed, was removed, or now has a new "
-                        f"file before it; the work in {self.path} cannot be resumed; begin again with --restart"
-                    )
+            changed = [each for each in range(at + 1) if files[each : each + 1] != known[each : each + 1]]
+            if changed and changed[0] < at:
+                raise UserError(
+                    f"{known[changed[0]][0]}: was read already, but has since changed, was removed, or now has a new "
+                    f"file before it; the work in {self.path} cannot be resumed; begin again with --restart"
+                )
+            if changed:
                 journal.here = journal.file_start
             replace_text(known_files, json.dumps(files) + "\n")
-        elif known not in (None, files):
+        elif known != files:
             tell(
                 f"note: all text was read before the work in {self.path} was interrupted; later changes of the "
                 "input files are not in the dataset; --restart reads all files again"
