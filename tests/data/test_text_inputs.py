@@ -115,18 +115,11 @@ def test_a_separator_cuts_text_files_into_documents(preparer: Preparer) -> None:
     assert held_documents(folder) == DOCUMENTS
 
 
-def test_a_separator_that_is_in_no_file_is_said(preparer: Preparer) -> None:
+def test_the_separator_that_was_given_is_not_proposed(preparer: Preparer) -> None:
     for number in range(3):
         (preparer.path / f"{number}.txt").write_text(DOCUMENTS[number])
-    done = preparer.result("[012].txt", "out", *SMALL, "--document-separator", "@@", "--validation-fraction", "0.3")
-    assert done.stderr == "--document-separator divides no file: each file is one document\n"
-    assert "the loss depends on it alone\n" in done.stdout
-
-
-def test_a_text_that_is_cut_to_one_document_is_not_said_to_lack_the_separator(preparer: Preparer) -> None:
-    (preparer.path / "all.txt").write_text("@@".join(DOCUMENTS[:40]))
-    options = ["--document-separator", "@@", "--max-documents", "1", "--validation-fraction", "0.3"]
-    assert preparer.result("all.txt", "out", *SMALL, *options).stderr == ""
+    out = preparer.run("[012].txt", "out", *SMALL, "--document-separator", "@@", "--validation-fraction", "0.3")
+    assert "the loss depends on it alone\n" in out
 
 
 def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:

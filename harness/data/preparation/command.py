@@ -139,9 +139,6 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     if not journal.here.total.documents:
         excluded = f", {left_out:,} are left out by --exclude" if left_out else ""
         raise UserError(f"{source.name}: no documents with text ({empty:,} are empty{excluded}); give other text")
-    is_cut = options["max_documents"] is not None or options["max_tokens"] is not None
-    if separator and not is_cut and journal.here.total.documents + left_out <= len(source.files) - empty:
-        tell("--document-separator divides no file: each file is one document")
     _arrange(text, pool, rules, tokenizer, work)
     made_from = {**journal.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
     if held_out:
