@@ -53,10 +53,8 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
 
     try:
         with signals_to(leave, (signal.SIGINT, signal.SIGTERM)), _alone_in(partial):
-            if not (folder.is_dir() and any(folder.iterdir())):
+            if not (folder.is_dir() and any(folder.iterdir())):  # else another process has downloaded it meanwhile
                 _fetch(work, partial, splits)
-            else:  # another process has downloaded the dataset in the meantime
-                shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise work.failed(*work.explain_local(error)) from None
 
@@ -69,9 +67,7 @@ def list_dataset_files(work: HubWork, splits: Sequence[str]) -> tuple[str, list[
     wanted = splits or ([] if there else ["train"])
     missing = [name for each in wanted if (name := f"{each}.safetensors") not in there]
     if missing:
-        remedy = f"it has only {' and '.join(sorted(there))}; use another split or dataset"
-        if not there:
-            remedy = "if it has text, make a dataset of it with prepare_datasets.py"
+        remedy = "if it has text, make a dataset of it with prepare_datasets.py; otherwise use another split or dataset"
         raise work.failed(f"has no {' and no '.join(missing)} on the Hugging Face Hub", remedy)
     partial = _partial_folder(work.folder)
     if (partial / ".lock").exists():
