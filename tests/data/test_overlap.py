@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from harness.data import ngrams
 from harness.data.dataset import TokenFile
-from harness.data.ngrams import NGRAM, find_overlap, ngram_hashes, sampled_below
+from harness.data.ngrams import find_overlap, ngram_hashes, sampled_below
 from tests.support.preparing import (
     IN_ORDER,
     Preparer,
@@ -123,14 +123,6 @@ def test_a_long_held_out_text_is_sampled(preparer: Preparer, tmp_path: Path, mon
     found = held_documents(mine.prepare("all.jsonl", "all", *given))
     assert set(OWN) <= set(found)
     assert len(found) - len(OWN) < 10, "short ones, of which no window is sampled"
-
-
-def test_hashes_of_13_grams() -> None:
-    tokens = np.arange(100, dtype=np.uint16)
-    hashes = ngram_hashes(tokens)
-    assert len(hashes) == len(set(hashes.tolist())) == 100 - NGRAM + 1
-    assert (ngram_hashes(tokens[30:].astype(np.uint32)) == hashes[30:]).all()
-    assert len(ngram_hashes(tokens[: NGRAM - 1])) == 0
 
 
 @pytest.mark.parametrize("one_in", [1, 3])
