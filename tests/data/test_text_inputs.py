@@ -291,16 +291,6 @@ def test_a_byte_order_mark_alone_is_no_document(tmp_path: Path) -> None:
 # Pieces and batches ----------------------------------------------------------------------------------------------
 
 
-def test_batches_keep_the_text_and_its_order() -> None:
-    random_texts = [*texts(300, longest=4000), "", *texts(3)]
-    pieces = [Piece(text, True, 0, 0) for text in random_texts]
-    made = list(batches(pieces))
-    assert len(made) > 1
-    assert [piece.text for batch in made for piece in batch.pieces] == [text for text in random_texts if text]
-    assert sum(batch.empty for batch in made) == 1
-    assert made[-1].documents == len(random_texts)
-
-
 def test_a_long_text_is_cut_before_a_space() -> None:
     text = ("word, " * 300_000) + "x" * (3 * LONGEST_PIECE)
     [*parts] = [piece for batch in batches([Piece(text, True, 0, 0)]) for piece in batch.pieces]
