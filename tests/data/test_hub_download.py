@@ -273,13 +273,6 @@ def test_a_mistyped_dataset_leaves_nothing(downloader: Downloader) -> None:
         assert [str(path.relative_to(downloader.datasets)) for path in sorted(downloader.datasets.rglob("*"))] == kept
 
 
-def test_a_file_in_the_place_of_the_owner(downloader: Downloader) -> None:
-    downloader.datasets.mkdir()
-    downloader.folder.parent.write_text("a file where a folder should be")
-    _, error = downloader.here(NAME)
-    assert str(error).startswith(f"{downloader.folder.parent}: is a file, but must be a folder for datasets")
-
-
 NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}
 HUB = "the Hugging Face Hub"
 AGAIN = "running the same command again resumes"
