@@ -235,18 +235,13 @@ def test_the_end_of_one_book_is_the_same_whatever_the_tokenizer(tmp_path: Path) 
     assert shares == pytest.approx([0.02, 0.01], abs=13 / len(book.encode()))
 
 
-def test_one_line_is_cut_in_its_middle(preparer: Preparer) -> None:
-    (preparer.path / "line.txt").write_text("word " * 200 + "\n")
-    splits = splits_of(preparer.prepare("line.txt", "line", "--train-tokenizer", "257"))
-    assert {name: len(tokens) for name, tokens in splits.items()} == {"train": 992, "validation": 10}
-
-
 @pytest.mark.parametrize(
     ("text", "validation"),
     [
         ("wxyz\n" * 220, "wxyz\n" * 2),  # the boundary is a line's beginning
         ("wxyz\n" * 196 + "abcdefghijklmno\n\n\n", "jklmno\n\n\n"),  # no text follows the next line's beginning
         ("x" * 990 + "\n" * 10, "\n" * 9),  # there is no text to keep
+        ("word " * 200 + "\n", "rd word \n"),  # no other line begins
     ],
 )
 def test_a_split_keeps_a_line_that_begins_at_the_boundary_and_its_text(
