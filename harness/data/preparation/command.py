@@ -132,7 +132,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
             encoded = encode_batches(in_batches, lambda texts: executor.submit(encode_texts, sent, texts), workers)
             if held_out:
                 encoded = held_out.without_held_out(encoded, tokenizer)
-            with reading_progress(source.files) as show:
+            with reading_progress(source.files, journal.here) as show:
                 most = StreamSize(options["max_documents"] or sys.maxsize, options["max_tokens"] or sys.maxsize)
                 _tokenize(encoded, text, pool, rules, most, work, show)
     empty, left_out = journal.here.empty, journal.here.left_out
@@ -296,9 +296,9 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
 
 
 @contextmanager
-def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
-    """Yield a function that reports the progress. Call the function with each encoded batch and the total size so far.
-    If standard error is a terminal, the function draws a bar there. Otherwise it prints a line every
+def reading_progress(files: Sequence[TextFile], begin: Mark) -> Iterator[Show]:
+    """Yield a function that reports the progress since `begin`. Call the function with each encoded batch and the total
+    size so far. If standard error is a terminal, the function draws a bar there. Otherwise it prints a line every
     SECONDS_BETWEEN_LINES to standard output."""
     before = [0, *itertools.accumulate(file.size for file in files)]
     is_terminal, began = sys.stderr.isatty(), time.monotonic()
@@ -306,18 +306,15 @@ def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
     if not is_terminal:
         shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES}
     with tqdm(total=before[-1], **shape) as bar:
-        shown, first_tokens = began, -1  # the first call sets first_tokens, from which the speed is counted
+        shown = began
 
         def show(encoded: Encoded, size: StreamSize) -> None:
-            nonlocal shown, first_tokens
+            nonlocal shown
             now, position = time.monotonic(), before[encoded.batch.file] + encoded.batch.position
-            if first_tokens < 0:
-                bar.initial, first_tokens = position, size.tokens
-            speed = (size.tokens - first_tokens) / max(now - began, 1e-9)
-            numbers = (size.documents, size.tokens, *([speed] if speed else []))  # the first batch has no speed
-            counts = [f"{each:.0f}" if each < 1000 else tqdm.format_sizeof(each) for each in numbers]
-            said = ", ".join(map(" ".join, zip(counts, ("documents", "tokens", "tokens/s"), strict=False)))
-            bar.set_postfix_str(said, refresh=False)
+            bar.initial = bar.initial or position  # the time left is estimated from the first batch of this process on
+            numbers = size.documents, size.tokens, (size.tokens - begin.total.tokens) / max(now - began, 1e-9)
+            documents, tokens, speed = (f"{each:.0f}" if each < 1000 else tqdm.format_sizeof(each) for each in numbers)
+            bar.set_postfix_str(f"{documents} documents, {tokens} tokens, {speed} tokens/s", refresh=False)
             bar.update(position - bar.n)
             if not is_terminal and now - shown >= SECONDS_BETWEEN_LINES:
                 shown = now
