@@ -151,14 +151,15 @@ class Dataset:
             )
         raw = read_json_object(meta_path) if meta_path.exists() else {}
         meta = parse_config(DatasetMeta, raw, meta_path)
+        # os.path.isfile is false where Path.is_file raises OSError: for a name that is too long.
         for file in meta.files.values() if isinstance(meta.files, dict) else meta.files:
-            if file.endswith((".safetensors", ".json")) and not _is_file(folder, file):
+            if file.endswith((".safetensors", ".json")) and not os.path.isfile(folder / file):
                 raise UserError(
                     f"{folder}: incomplete: there is no {quoted(file)}, which meta.json lists; complete the folder or "
                     "move it away"
                 )
         dataset = cls(name or "/".join(folder.resolve().parts[-2:]), folder, meta)
-        if isinstance(dataset.tokenizer, Path) and not _is_file(folder, dataset.tokenizer.name):
+        if isinstance(dataset.tokenizer, Path) and not os.path.isfile(dataset.tokenizer):
             raise UserError(
                 f'{meta_path}: key "tokenizer": there is no file {quoted(meta.tokenizer)}; put it into the folder'
             )
@@ -190,14 +191,6 @@ class Dataset:
         and validation splits that exist."""
         files = {split: self.split(split) for split in ("train", "validation") if self.has_split(split)}
         return {split: {"tokens": len(file), "sha256": file.fingerprint()} for split, file in files.items()}
-
-
-def _is_file(folder: Path, name: str) -> bool:
-    """Return True if `name` is the relative path of an existing file in the folder, without `..`."""
-    try:
-        return ".." not in Path(name).parts and not Path(name).is_absolute() and (folder / name).is_file()
-    except OSError:  # the name is too long for the file system
-        return False
 
 
 def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
