@@ -75,12 +75,8 @@ def test_the_whole_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert not capsys.readouterr().out
 
 
-def test_an_incomplete_folder_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_split_that_the_dataset_was_made_without(tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir(parents=True)
-    (tmp_path / NAME / "meta.json").write_text("{}")
-    with pytest.raises(UserError, match=r"python-stdlib: incomplete: train.safetensors is missing"):
-        ensure_dataset(tmp_path, NAME, ["train"])
-    assert (tmp_path / NAME / "meta.json").read_text() == "{}"
     (tmp_path / NAME / "meta.json").write_text('{"splits": {"train": {}}}')
     with pytest.raises(UserError, match="incomplete: train"):
         ensure_dataset(tmp_path, NAME, ["train"])
