@@ -270,7 +270,6 @@ def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
         ('{"text": a}', r"line 2: not JSON \(Expecting value: column 10\); correct"),
         ('{"txt": "a"}', 'line 2: no column "text"; found: txt; give --text-column txt, or correct the line'),
         *[(f'{{"text": {value}}}', f'line 2: key "text" holds {value}, not text') for value in ("5", "0", "false")],
-        ('{"text": "a \\ud83d b"}', "line 2: holds half of a surrogate pair"),
     ],
 )
 def test_a_line_that_is_no_document(tmp_path: Path, line: str, message: str) -> None:
