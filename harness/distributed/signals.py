@@ -105,19 +105,19 @@ class SharedWork:
     stop: StopRequest
     place: Place
 
-    def share(self, count: int, work: Callable[[Iterator[int]], list[T] | Exception]) -> list[T]:
+    def share(self, count: int, work: Callable[[Iterator[int]], list[T]]) -> list[T]:
         """Return the results of the pieces 0 .. `count` - 1 on every rank. They are in the order of the pieces, so that
         their sum does not depend on how the ranks divided the work. Collective.
 
-        `work` is given an iterator over the numbers of this rank's pieces and returns their results, or an exception,
-        which is then raised on every rank. The iterator can raise Interrupted, which `work` must not catch. Each piece
-        counts as progress for the watchdog. Raises RunStopped on every rank if a request to stop has interrupted any
-        rank.
+        `work` is given an iterator over the numbers of this rank's pieces and returns their results. The iterator can
+        raise Interrupted, which `work` must not catch. Each piece counts as progress for the watchdog. Raises
+        RunStopped on every rank if a request to stop has interrupted any rank, and the exception that another rank has
+        sent by `gather_results` instead of its results.
         """
         watchdog, rank = self.world.watchdog, self.world.rank
         ranks = self.world.size if self.shared else 1
         own = range(rank, count, ranks) if rank < ranks else range(0)
-        results: list[T] | Exception | None = None
+        results: list[T] | None = None
         if own:
             with suppress(Interrupted), watchdog.guard(self.place):
                 results = work(self.until_stopped(own))

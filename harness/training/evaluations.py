@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import PeerError, RunError, RunStopped, UserError
 from harness.common.messages import REASON_CHARACTERS, tell
 from harness.data.loader import TokenLoader
 from harness.data.order import WindowOrder
 from harness.data.tokenizers import Tokenizer, load_tokenizer
-from harness.distributed.signals import Interrupted, SharedWork, StopRequest
+from harness.distributed.signals import SharedWork, StopRequest
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import Benchmarks, Score, load, prepare, run, scores
@@ -134,25 +134,12 @@ class Evaluations:
 class EvaluationFailed(Exception):  # noqa: N818 - the run continues
     """Error that every rank raises if one rank could not evaluate the benchmarks."""
 
-    @classmethod
-    def because_of(cls, error: Exception) -> EvaluationFailed:
-        return cls(" ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS])
-
 
 def evaluate_batches(work: SharedWork, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
     """Return `evaluate(batch)` for each of a benchmark's batches, in order, on every rank. The ranks share the work.
-    Collective. Raises, on every rank, RunStopped if a reason to stop interrupts any rank, and EvaluationFailed if any
-    rank fails."""
-
-    def results(indexes: Iterator[int]) -> list[Any] | EvaluationFailed:
-        try:
-            return [evaluate(batches[index]) for index in indexes]
-        except Interrupted:
-            raise
-        except Exception as error:  # sent to the other ranks, which wait for this rank's results
-            return EvaluationFailed.because_of(error)
-
-    return work.share(len(batches), results)
+    Collective. Raises RunStopped on every rank if a reason to stop interrupts any rank, and EvaluationFailed if another
+    rank has failed."""
+    return work.share(len(batches), lambda indexes: [evaluate(batches[index]) for index in indexes])
 
 
 def scores_over_ranks(
@@ -163,10 +150,12 @@ def scores_over_ranks(
     computed."""
     try:
         results = run(benchmarks, replace(scorer, each_batch=partial(evaluate_batches, work)), tokenizer, limit=limit)
-    except (EvaluationFailed, RunError):  # these reach every rank without another call
+    except (EvaluationFailed, RunStopped, PeerError):  # these reach every rank without another call
         raise
     except Exception as error:
-        work.gather_results(EvaluationFailed.because_of(error))  # raises it, here and on the other ranks
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS]
+        # The other ranks may be in another call of `gather_results`. All raise this error.
+        work.gather_results(EvaluationFailed(reason))
         raise
     work.gather_results("done")
     return list(_main_scores(results, benchmarks.asked))

@@ -22,14 +22,16 @@ import torch
 from safetensors.numpy import save_file
 
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
-from harness.common.errors import RunStopped
+from harness.common.errors import RunError, RunStopped
 from harness.data.tokenizers import load_tokenizer, train_bpe
 from harness.distributed.signals import SharedWork, StopRequest
 from harness.distributed.watchdog import Place, Watchdog
 from harness.distributed.world import World
+from harness.evaluation.benchmarks.run import Benchmarks
 from harness.evaluation.likelihood import Scorer
 from harness.model.precision import Precision
 from harness.runs.metrics import read_metrics
+from harness.training import evaluations
 from harness.training.evaluations import EvaluationFailed, evaluate_batches
 from tests.support.benchmark_files import sentence, write_task
 from tests.support.in_process import InProcess
@@ -237,15 +239,22 @@ def test_scores_shared_among_ranks_equal_those_of_one(size: int) -> None:
     assert found == [expected] * size
 
 
-def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:
+def test_a_rank_that_fails_or_stops_ends_it_for_all(shop: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(batch: int) -> int:
+        if batch == 4:
+            raise error
+        return batch
+
+    tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
+    scorer = Scorer(small_model(), FP32, VOCAB_SIZE, 2)
+    monkeypatch.setattr(evaluations, "run", lambda benchmarks, scorer, *_, **__: scorer.each_batch(work, range(6)))
+
     def failing(shared: SharedWork) -> Any:
-        def work(batch: int) -> int:
-            if batch == 4:
-                raise ValueError("a faulty\nbatch")
-            return batch
+        return evaluations.scores_over_ranks(Benchmarks({}, {}, []), scorer, tokenizer, limit=3, work=shared)
 
-        return evaluate_batches(shared, work, range(6))
-
+    error: Exception = RunError("a logit is not finite")
+    assert [str(each) for each in on_ranks(3, failing)] == ["RunError: a logit is not finite"] * 3
+    error = ValueError("a faulty\nbatch")
     found = on_ranks(3, failing)
     assert [type(each) for each in found] == [EvaluationFailed] * 3
     assert {str(each) for each in found} == {"ValueError: a faulty batch"}
@@ -257,20 +266,18 @@ def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: InProcess
     """If lm-eval fails on one rank while the others evaluate, all ranks raise EvaluationFailed with its message."""
     import lm_eval.evaluator  # noqa: F401 - imported before the ranks start, since they wait only 30 s for one another
 
-    from harness.data.tokenizers import Tokenizer
-    from harness.evaluation.benchmarks.run import Benchmarks
-    from harness.training.evaluations import scores_over_ranks
-
     class Broken:
         def set_fewshot_seed(self, seed: int) -> None:
             raise OSError("no space")
 
-    tokenizer: Tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
+    tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
     scorer = Scorer(small_model(), FP32, VOCAB_SIZE, 2)
 
     def work(shared: SharedWork) -> Any:
         if shared.world.rank == 1:
-            return scores_over_ranks(Benchmarks({"x": Broken()}, {}, []), scorer, tokenizer, limit=3, work=shared)
+            return evaluations.scores_over_ranks(
+                Benchmarks({"x": Broken()}, {}, []), scorer, tokenizer, limit=3, work=shared
+            )
         return evaluate_batches(shared, lambda batch: batch, range(4))
 
     found = on_ranks(2, work)
