@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.distributed.rendezvous import connection_errors_as_peer_errors
 from harness.distributed.world import World
 
 # Shards with fewer elements than this are packed into one broadcast, because each broadcast has a fixed cost.
@@ -120,11 +119,10 @@ class StatePartition:
         large = [(owner, view) for owner, each in enumerate(views) for view in each if view.numel() >= SMALL_PIECE]
         messages = large + [(owner, pack) for owner, pack in enumerate(packed) if pack is not None]
         if self.is_connected:
-            with connection_errors_as_peer_errors():
-                pending = [dist.broadcast(tensor, src=owner, async_op=True) for owner, tensor in messages]
-                for work in pending:
-                    assert work is not None, "broadcast returns None only outside the group"
-                    work.wait()
+            pending = [dist.broadcast(tensor, src=owner, async_op=True) for owner, tensor in messages]
+            for work in pending:
+                assert work is not None, "broadcast returns None only outside the group"
+                work.wait()
         for each, pack in zip(small, packed, strict=True):
             if pack is not None:
                 # A private function, because no public one copies all tensors in one kernel.
@@ -154,8 +152,7 @@ class StatePartition:
                     stop = min(start + MESSAGE, count)
                     part = torch.zeros(stop - start, device=device) if numbers is None else numbers[start:stop]
                     if self.is_connected and shard.owner != 0:
-                        with connection_errors_as_peer_errors():
-                            dist.broadcast(part, src=shard.owner)
+                        dist.broadcast(part, src=shard.owner)
                     if self.rank == 0:
                         place = into[shard.name][key].view(-1)
                         place = place[shard.start : shard.stop][start:stop] if shape else place
