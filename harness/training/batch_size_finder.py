@@ -37,8 +37,7 @@ from harness.model.kernels import explain_failed_attention, explain_nondetermini
 from harness.model.weights import save_weights
 from harness.planning.experiment import Experiment, check_continuable
 from harness.planning.plan import make_plan, planned_start
-from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
-from harness.runs.checkpoints import choose_start
+from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.results import now, write_search
 from harness.runs.throughput import KERNEL_KEYS
 from harness.training.saving import HostCopies, copy_state
@@ -76,11 +75,6 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     if world.device.type == "cuda":
         world.exchange_once(EXCHANGE_BYTES)
         release_memory(world.device)
-    limit = limit_memory(world.device, memory_limit_gib, world.local_size)
-    searcher = MicrobatchSearcher(experiment, world, data, limit)
-    found = searcher.find(ceiling)
-    if world.is_main:
-        searcher.report(found, is_all_data=found == ceiling)
 
     def find_start() -> CheckpointMeta | None:
         """Return the meta.json of the checkpoint from which training would resume, or None if training would begin anew
@@ -92,6 +86,11 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
         return None
 
     meta = world.on_rank0(find_start)
+    limit = limit_memory(world.device, memory_limit_gib, world.local_size)
+    searcher = MicrobatchSearcher(experiment, world, data, limit, meta)
+    found = searcher.find(ceiling)
+    if world.is_main:
+        searcher.report(found, is_all_data=found == ceiling)
 
     def refusal(size: int) -> str | None:
         """Return the error message with which training would refuse a microbatch of `size`, or None if it would accept
@@ -123,11 +122,14 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
 
 
 class MicrobatchSearcher:
-    """Tries microbatch sizes on all ranks at once, and records this rank's memory peak for each size that fits."""
+    """Tries microbatch sizes on all ranks at once, and records this rank's memory peak for each size that fits. `meta`
+    is the meta.json of the checkpoint from which training would resume, or None."""
 
-    def __init__(self, experiment: Experiment, world: World, data: TrainingData, limit: MemoryLimit) -> None:
+    def __init__(
+        self, experiment: Experiment, world: World, data: TrainingData, limit: MemoryLimit, meta: CheckpointMeta | None
+    ) -> None:
         config = experiment.config
-        self.experiment, self.world, self.limit = experiment, world, limit
+        self.experiment, self.world, self.limit, self.meta = experiment, world, limit, meta
         self.alone = World(0, world.local_rank, 1, 1, world.device)  # steps exchange nothing with other ranks
         self.tokens, self.order = data.tokens("train"), experiment.window_order(data.lengths("train"))
         self.compiles = all(world.gather(should_compile(config.compile, world.device)))
@@ -253,10 +255,7 @@ class MicrobatchSearcher:
         """Return a step without DDP, in the precision in which training would start or resume, with this rank's share
         of the optimizer's state."""
         experiment, world = self.experiment, self.world
-        latest = None
-        with suppress(UserError, RunError):  # training will report the error
-            latest = choose_start(experiment.run.checkpoints, None)
-        name = choose_precision(experiment.config, world.device, read_meta(latest) if latest else None)
+        name = choose_precision(experiment.config, world.device, self.meta)
         compiles = experiment.config.compile if self.compiles else False  # another machine may lack a compiler
         config = experiment.config.model_copy(update={"precision": name, "compile": compiles})
         return build_training_step(experiment, config, self.alone, partition=StatePartition(world.rank, world.size))

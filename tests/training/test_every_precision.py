@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from harness.common.memory import MemoryLimit
-from harness.distributed.world import World
 from harness.model import precision
 from harness.planning.experiment import Experiment
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import TrainConfig
-from harness.training.batch_size_finder import MicrobatchSearcher
+from harness.training.batch_size_finder import MicrobatchSearcher, report_max_microbatch
 from harness.training.startup import choose_precision
 from tests.support.configs import SEED_TRAIN
 from tests.support.in_process import InProcess, module_shop
@@ -118,7 +116,9 @@ def test_a_gpu_that_does_not_compute_what_the_run_began_in(monkeypatch: pytest.M
     assert choose_precision(TrainConfig(**SEED_TRAIN), torch.device("cuda", 0), began) == "fp16"
 
 
-def test_a_search_is_done_in_what_the_run_began_in(shop: InProcess, fp32_loss: float) -> None:
+def test_a_search_is_done_in_what_the_run_began_in(
+    shop: InProcess, fp32_loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With "auto", the microbatch search uses the precision of the checkpoint, here fp32."""
     run = Path(shutil.copytree(shop.runs / "fp32", shop.runs / "begun", symlinks=True))
     (run / "train.json").write_text((run / "train.json").read_text().replace('"fp32"', '"auto"'))
@@ -128,7 +128,12 @@ def test_a_search_is_done_in_what_the_run_began_in(shop: InProcess, fp32_loss: f
     path.write_text(json.dumps(meta))
     experiment = Experiment.load(RunDirectory(run), shop.datasets)
     assert experiment.config.precision == "auto"
-    search = MicrobatchSearcher(
-        experiment, World(0, 0, 1, 1, CPU), experiment.open_data(), MemoryLimit(1.0, 2.0**30, "")
-    )
-    assert search._build_step().precision.name == "fp32"
+    built: list[str] = []
+
+    def find(self: MicrobatchSearcher, ceiling: int) -> int:
+        built.append(self._build_step().precision.name)
+        return 1
+
+    monkeypatch.setattr(MicrobatchSearcher, "find", find)
+    report_max_microbatch(experiment, None, write=False)
+    assert built == ["fp32"]

@@ -490,7 +490,7 @@ def searcher(tmp_path: Path, **keys: Any) -> InThisProcess:
     shop = Workshop(tmp_path)
     experiment = loaded(shop, **keys)
     limit = MemoryLimit(1.0, 100 * InThisProcess.holds + 50, "")
-    return InThisProcess(experiment, ALONE, experiment.open_data(), limit)
+    return InThisProcess(experiment, ALONE, experiment.open_data(), limit, None)
 
 
 def test_passes_of_epochs_count(tmp_path: Path) -> None:
