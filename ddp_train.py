@@ -68,14 +68,12 @@ class Trainer:
         from harness.training.loss_meter import LossMeter
         from harness.training.reporter import Reporter
         from harness.training.step import build_training_step
-        from harness.training.zero1 import StatePartition
 
         self.prepared, self.world, self.stop = prepared, world, stop
         experiment, position, layout = prepared.experiment, prepared.position, prepared.layout
         check_memory(experiment.model)
         torch.manual_seed(experiment.config.seed_of("init"))  # every rank draws the same weights
-        partition = StatePartition.for_world(world)
-        self.optimizer_step = build_training_step(experiment, prepared.step_config, world, partition=partition)
+        self.optimizer_step = build_training_step(experiment, prepared.step_config, world)
         self.compile_cache = CompileCache.of(experiment, prepared.step_config, world)
         self.compile_cache.load()  # before the warm-up compiles the model
         self.meter = LossMeter(world.device, experiment.model)

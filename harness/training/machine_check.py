@@ -46,7 +46,6 @@ from harness.training.compile_cache import CompileCache
 from harness.training.failures import explained_failures
 from harness.training.startup import remark_on_machine
 from harness.training.step import build_training_step
-from harness.training.zero1 import StatePartition
 
 MACHINE = Place(0, "machine")  # of the watchdog, for all measurements
 SECONDS = 2.0  # for each rate of a device
@@ -264,9 +263,7 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
     step_config = config.model_copy(update={"precision": precision})
     check_memory(experiment.model)
     with explained_failures(config.microbatch_size, StopRequest()):
-        step = build_training_step(
-            experiment, step_config, world, partition=StatePartition.for_world(world), place=MACHINE
-        )
+        step = build_training_step(experiment, step_config, world, place=MACHINE)
         cache = CompileCache.of(experiment, step_config, world)
         cache.load()
         length = experiment.model.context_length

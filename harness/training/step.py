@@ -230,7 +230,7 @@ def build_training_step(
     config: TrainConfig,
     world: World,
     *,
-    partition: StatePartition,
+    partition: StatePartition | None = None,
     place: Place = FIRST_EXCHANGE,
 ) -> OptimizerStep:
     """Return the OptimizerStep of an experiment. Its model has new weights, drawn from torch's global generator, and is
@@ -238,7 +238,8 @@ def build_training_step(
 
     A rank that is stuck while the ranks exchange the weights is reported at `place`. `config` is the experiment's
     train.json, in which the precision is resolved (not "auto"). For training, its scaling rules are also applied. Some
-    settings act on the whole process: TF32, and the attention kernels that may be used.
+    settings act on the whole process: TF32, and the attention kernels that may be used. `partition` is by default that
+    over the ranks of `world`.
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
     """
@@ -259,4 +260,4 @@ def build_training_step(
             trained = DistributedDataParallel(
                 model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
             )
-    return OptimizerStep(trained, config, partition, world.watchdog.beat)
+    return OptimizerStep(trained, config, partition or StatePartition.for_world(world), world.watchdog.beat)

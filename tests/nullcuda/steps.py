@@ -41,7 +41,6 @@ from harness.runs.train_config import TrainConfig
 from harness.training.loss_meter import LossMeter
 from harness.training.saving import HostCopies, copy_state
 from harness.training.step import OptimizerStep, build_training_step
-from harness.training.zero1 import StatePartition
 from tests.nullcuda.device import Numbers, reset
 
 DEVICE = torch.device("cuda", 0)
@@ -71,7 +70,7 @@ def build(experiment: Experiment, world: World) -> OptimizerStep:
     config = experiment.config
     if config.deterministic:
         compute_deterministically()
-    step = build_training_step(experiment, config, world, partition=StatePartition.for_world(world))
+    step = build_training_step(experiment, config, world)
     if world.size > 1:
         step.model.register_comm_hook(None, exchange_nothing)  # type: ignore[operator]
     return step
