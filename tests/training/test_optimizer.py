@@ -61,10 +61,6 @@ def state_of(optimizer: AdamW | Muon) -> NamedState:
     return optimizer.named_state(ALONE, empty_state(optimizer.state_shapes()))
 
 
-def saved_by(step: OptimizerStep) -> Checkpoint:
-    return checkpoint_of(state_of(step.optimizer))
-
-
 def checkpoint_of(state: NamedState) -> Checkpoint:
     return Checkpoint({}, state, {}, {}, CheckpointMeta(global_step=2, tokens_seen=96))
 
@@ -151,25 +147,6 @@ def test_the_state_is_that_of_every_parameter_by_name_in_fp32(config: TrainConfi
     assert {float(each["step"]) for each in state.values()} == {3.0}
     there = sum(value.nbytes for each in state.values() for key, value in each.items() if key != "step")
     assert there == optimizer_state_bytes(config, CONFIG) <= optimizer_state_bytes(TRAIN, CONFIG)
-
-
-@EACH
-def test_a_state_goes_on_to_the_bit(config: TrainConfig) -> None:
-    """A model resumed after two steps ends equal to one trained without a stop, even if Muon's momentum is still
-    warming up."""
-    at_once, stopped, continued = fresh_model(), fresh_model(), fresh_model(seed=1)
-    steps = {model: OptimizerStep(model, config) for model in (at_once, stopped, continued)}
-    for batch in BATCHES:
-        steps[at_once].run(batch, 1.0)
-    for batch in BATCHES[:2]:
-        steps[stopped].run(batch, 1.0)
-    continued.load_state_dict(stopped.state_dict())
-    restore_optimizer(steps[continued], saved_by(steps[stopped]), PATH)
-    for batch in BATCHES[2:]:
-        steps[continued].run(batch, 1.0)
-    assert same_weights(at_once, continued)
-    assert not same_weights(at_once, stopped)
-    assert alike(state_of(steps[at_once].optimizer), state_of(steps[continued].optimizer))
 
 
 @EACH
