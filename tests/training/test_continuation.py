@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -194,19 +193,6 @@ def test_a_changed_model_dataset_or_optimizer_is_refused(shop: InProcess, finish
     initial = str(run / "checkpoints" / "latest" / "model.safetensors")
     shop.add_run("new", **SHORT, **MUON, initial_weights=initial)
     assert "starting from" in shop.train_here("new").stdout
-
-
-def test_stopped_in_a_validation_and_continued(shop: InProcess) -> None:
-    """A signal interrupts a validation, because torchrun kills the run soon after a signal. The resumed run repeats the
-    validation."""
-    settings = COMMON | {"min_train_tokens": 512, "validation_interval": 2, "validation_batches": 15}
-    run, straight = shop.add_run("validating", **settings), shop.add_run("validated", **settings)
-    stopping = FAULTS + "after_first_evaluated(tell(SIGTERM), step=0)"
-    shop.train("validating", ranks=1, prelude=stopping, expect=128 + signal.SIGTERM)
-    assert [event["event"] for event in metrics(run)] == ["train"]
-    for name in ("validating", "validated"):
-        shop.train_here(name)
-    assert_same_end(straight, run)
 
 
 def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: InProcess) -> None:
