@@ -14,12 +14,6 @@ from harness.runs.train_config import TrainConfig
 from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the model that require gradients, by name. A head tied to the token embedding has only
-    the embedding's name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def adamw_groups(
     model: nn.Module, config: TrainConfig, parameters: dict[str, nn.Parameter]
 ) -> dict[tuple[float, float], dict[str, nn.Parameter]]:
@@ -55,9 +49,9 @@ class AdamW(torch.optim.AdamW):
         partition: StatePartition | None = None,
         parameters: dict[str, nn.Parameter] | None = None,
     ) -> None:
-        """Create the optimizer of `parameters`, a dict by name (None: all trained parameters of the model). Without a
-        `partition`, every rank keeps the whole state."""
-        groups = adamw_groups(model, config, trained_parameters(model) if parameters is None else parameters)
+        """Create the optimizer of `parameters`, a dict by name (None: all parameters of the model, where a head tied to
+        the token embedding has only the embedding's name). Without a `partition`, every rank keeps the whole state."""
+        groups = adamw_groups(model, config, dict(model.named_parameters()) if parameters is None else parameters)
         self.parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
         self.partition = partition or StatePartition()
         self.shards = self.partition.cut({name: parameter.numel() for name, parameter in self.parameters.items()})

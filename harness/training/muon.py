@@ -12,7 +12,7 @@ from harness.distributed.world import World
 from harness.model.weights import split_fused
 from harness.runs.optimizer_state import MOMENTS, NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
 from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
-from harness.training.adamw import AdamW, trained_parameters
+from harness.training.adamw import AdamW
 from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon/),
@@ -120,10 +120,10 @@ class Muon:
         dtype: torch.dtype | None = None,
         partition: StatePartition | None = None,
     ) -> None:
-        """Create the optimizer of all trained parameters of the model. Updates of matrices are orthogonalized in
+        """Create the optimizer of all parameters of the model. Updates of matrices are orthogonalized in
         `dtype` (None: in the parameters' dtype). Without a `partition`, every rank keeps the whole state."""
         self.partition, self._dtype, self._config = partition or StatePartition(), dtype, config
-        self.parameters = trained_parameters(model)
+        self.parameters = dict(model.named_parameters())
         self._muons = {name: each for name, each in self.parameters.items() if is_muons(name, each.shape)}
         others = {name: each for name, each in self.parameters.items() if name not in self._muons}
         self._adamw = AdamW(model, config, self.partition, others)
