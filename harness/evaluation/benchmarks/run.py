@@ -28,13 +28,6 @@ from harness.data.tokenizers import Tokenizer
 from harness.evaluation.likelihood import Scorer
 
 TASK_FILE_SUFFIXES = {".yaml", ".yml"}
-# Class names of the errors that libraries raise if data is not available. Errors are compared by these names, because
-# several libraries have classes of their own with the same name.
-UNAVAILABLE = {
-    *("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout"),
-    *("ReadTimeout", "SSLError", "TimeoutError", "HfHubHTTPError"),
-    *("DatasetNotFoundError", "GatedRepoError", "RepositoryNotFoundError"),
-}
 # lm-eval's default seeds, so that scores equal those of lm-eval itself. The second seed is for NumPy, torch and the
 # choice of solved examples.
 PYTHON_SEED, OTHER_SEED = 0, 1234
@@ -183,17 +176,7 @@ def quieten() -> None:
 
 def _diagnosis(error: Exception) -> str:
     """Return the text for users about an error that was raised while a task was loaded."""
-    import huggingface_hub.constants as hub
-
-    names, cause = set(), error
-    while cause is not None:
-        names.add(type(cause).__name__)
-        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
     reason = " ".join(str(error).split())[:REASON_CHARACTERS]
-    if "scripts are no longer supported" in reason or "trust_remote_code" in reason:
-        return f"its data is loaded by a program that would have to be downloaded and run ({reason}); leave it out"
-    if isinstance(error, ImportError):
-        return f"needs a package that is not installed: {reason}; uv run --with PACKAGE ... adds it"
     if error.args == (None,) or "module script" in reason:  # neither lm-eval nor evaluate has the metric
         return (
             "has a metric that is not lm-eval's own; metrics from the Hub are programs, which this command does not "
@@ -201,14 +184,8 @@ def _diagnosis(error: Exception) -> str:
         )
     if isinstance(error, TypeError):  # lm-eval raises TypeError for the file of a group
         reason += "; if this is the file of a group, give the files of its tasks instead"
-    if names & UNAVAILABLE or (hub.HF_HUB_OFFLINE and "offline" in reason.lower()):
-        remedy = (
-            "check the network, HF_ENDPOINT and HF_TOKEN, or copy the folder HF_HOME from a machine that has the data"
-        )
-        if hub.HF_HUB_OFFLINE:
-            remedy = "HF_HUB_OFFLINE is set; unset it to download the data once"
-        return f"its data is not on this machine and cannot be loaded from the Hugging Face Hub ({reason}); {remedy}"
-    return f"cannot be loaded: {type(error).__name__}: {reason}"
+    remedy = "check its files or, if its data is on the Hugging Face Hub, the network, HF_HUB_OFFLINE and HF_TOKEN"
+    return f"cannot be loaded: {type(error).__name__}: {reason}; {remedy}"
 
 
 def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int | None = None) -> dict[str, Any]:
