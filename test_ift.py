@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 from dataclasses import asdict
@@ -158,17 +157,9 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     """Ask the judge to score the answers, print the scores, and write them to the run if the responses file `path` is
     in the run's folder. The judge's answers are kept in judgements.jsonl beside `path`."""
     from harness.evaluation.judge.report import judge_and_report
-    from harness.evaluation.judge.requests import OPENAI_URL, JudgeSettings
 
-    usual_url = (os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
-    words = ["judge_ift.py", str(path)]
-    for option, value, usual in (
-        ("--model", settings.model, NOTEBOOK_JUDGE),
-        ("--base-url", settings.base_url, usual_url),
-        ("--prompt", settings.prompt, JudgeSettings.prompt),
-    ):
-        words += [option, value] if value != usual else []
-    again = f"uv run --extra judge {shlex.join(words)}"
+    options = ["--model", settings.model, "--base-url", settings.base_url, "--prompt", settings.prompt]
+    again = f"uv run --extra judge {shlex.join(['judge_ift.py', str(path), *options])}"
     try:
         judge_and_report([path], [responses], settings, [path.parent / "judgements.jsonl"])
     except KeyboardInterrupt:
