@@ -4,7 +4,6 @@ text, for test_loss.py and model cards."""
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,9 +183,7 @@ class HeldOutText:
         with warned_if_not_kept():  # now, because training may delete the checkpoint meanwhile
             measured = model_in_run(self.model.weights, self.model.config)
         precision = Precision.resolve(precision_name, device)
-        # Without these sizes, tqdm shows nothing on a terminal that does not report its size.
-        columns, lines = shutil.get_terminal_size()
-        indexes = tqdm(range(self.batches), unit="batch", ncols=columns, nrows=lines, disable=None)
+        indexes = tqdm(range(self.batches), unit="batch", disable=None)
         losses = window_losses(model, map(self.loader.microbatch, indexes), precision)
         loss, counted = mean(losses.tolist()), self._counted_bytes_per_token()
         bytes_per_token = counted or self.dataset.bytes_per_token(self.split)

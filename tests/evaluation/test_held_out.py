@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -85,22 +84,6 @@ def test_the_loss_is_that_of_each_sequence_by_itself(shop: Workshop) -> None:
         assert (result.text.dataset, result.text.tokenizer, result.text.sha256) == (DATASET, "gpt2", fingerprint)
         assert (result.text.windows, result.text.context_length) == (6 * batches, WINDOW)
         assert (result.device, result.precision, result.torch) == (device_name(CPU), "fp32", torch.__version__)
-
-
-def test_a_bar_on_a_terminal(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A progress bar is shown even on a terminal that does not report its size, where tqdm by itself shows nothing."""
-    run = shop.runs / "r"
-    model = load_model(load_model_config(run / "model.json"), Path(files_of(run)[1]), CPU)
-    master, slave = os.openpty()
-    shown = b""
-    with os.fdopen(slave, "w") as terminal, os.fdopen(master, "rb", buffering=0) as screen:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        HeldOutText.choose(TrainedModel.read(Path(files_of(run)[1])), shop.datasets).measure(model, "fp32")
-        monkeypatch.undo()
-        terminal.flush()
-        while b"5/5 [" not in shown:
-            shown += screen.read(4096)
-    assert b"0/5 [" in shown
 
 
 @pytest.mark.parametrize("is_path", [False, True])
