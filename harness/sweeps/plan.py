@@ -286,11 +286,6 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
         more = f", not counting {', '.join(unknown)} (unknown)" if unknown else ""
         said.append(f"{what}: unknown" if len(unknown) == len(left) else f"{what}: {known}{more}")
     said.append(f"price: {'; '.join(sorted({each.price for each in left}))}")
-    if any(each.run.train_config.price_per_hour is None and each.dollars is None for each in left):
-        said.append(
-            'for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set" (and into train.json of the '
-            "runs that exist already)"
-        )
     free = shutil.disk_usage(place).free / GIB
     unknown = [each.run.name for each in left if each.plan.position is None]
     more = f", not counting {', '.join(unknown)} (unknown)" if unknown else ""
