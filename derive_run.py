@@ -90,11 +90,6 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
             how = "makes it" if dataset.startswith("builtin/") else "will look for it on the Hugging Face Hub"
             absent = f", so {new} is not adapted to it; training {how}"
             click.echo(f'note: "{dataset}" is not in {datasets_dir}{did_you_mean(datasets_dir, dataset) or absent}')
-    if "microbatch_size" in run.differs and "microbatch_size" not in changes:
-        click.echo(
-            f"note: microbatch_size is lowered to fit {run.train_config.data_name}'s validation split or the global "
-            "batch"
-        )
 
 
 if __name__ == "__main__":

@@ -81,10 +81,8 @@ class DerivedRun:
         other = ""
         if not os.path.lexists(folder):
             return False
-        if not folder.is_dir():
-            other = "is a file, not a run's folder" if folder.exists() else "is a link that leads nowhere"
-        elif missing := [path.name for path in files if not os.path.lexists(path)]:
-            other = f"is a folder without {' and '.join(missing)}, so it is not a run"
+        if not all(os.path.lexists(path) for path in files):
+            other = "is not a run, a folder with train.json and model.json"
         else:
             there = self.settings_there()
             free = {*keys_affecting(Affects.NOTHING)} - {"epochs"}  # with min_train_tokens -1, epochs decide the length
@@ -229,13 +227,7 @@ def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, J
         lengths, start = data.lengths("validation"), config.start_val_token or 0
         order = WindowOrder(lengths, context, first_token=start, weights=data.weights)
         if min(order.windows) < 1:
-            path = data.parts[order.windows.index(0)].split_path("validation")
-            after = f"after its first {start:,} tokens (start_val_token) " if start else ""
-            lower = "lower start_val_token, or " if start else ""
-            raise UserError(
-                f"{path}: too short: {after}there is no sequence of {context:,} tokens and their targets; {lower}"
-                "prepare the dataset again (--overwrite) with a larger --validation-fraction, or from more text"
-            )
+            return changes  # `check_validation_slice` refuses what does not fit
         there = order.available(1.0)  # sequences, read once at most
         if config.validation_sequences is not None:
             changes["validation_sequences"] = min(config.validation_sequences, there)

@@ -207,8 +207,6 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
         with explained(f"{path}: makes "):
             run = derive(base, f"{name}-{label}", changed, name)
         twin = runs.setdefault(json.dumps(run.settings), run)
-        if twin.name == run.name and twin is not run:
-            raise UserError(f"{path}: makes {run.name} twice; remove one of the equal values")
         if twin is not run:
             raise UserError(
                 f"{path}: makes {twin.name} and {run.name}, which would be the same run; remove one of their values"
