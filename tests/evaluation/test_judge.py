@@ -119,7 +119,7 @@ NO_CHAT += [
     b'{"choices": ' + each + b"}" for each in (b"[]", b"[{}]", b'[{"message": []}]', b'[{"message": {"content": 1}}]')
 ]
 INVALID = [
-    (text("The best one is A."), "not JSON"),
+    (text("The best one is A."), "not valid JSON"),
     (Fault(write=lambda scores: json.dumps(scores | {"D": 50})), 'scores for "D"'),
     (Fault(write=lambda scores: json.dumps({"A": scores["A"], "B": scores["B"]})), "no score for C"),
     (text(f"your key is {KEY}"), "your key is ***"),

@@ -90,15 +90,10 @@ class Prompt:
         fenced = FENCED.fullmatch(text)
         try:
             scores = SCORES.validate_python(strict_json(fenced[1] if fenced else text))
-        except json.JSONDecodeError:
-            raise InvalidAnswerError(f"not JSON: {quoted(text)}") from None
-        except ValidationError as error:
-            fault = error.errors()[0]
-            key = f"{quoted(str(fault['loc'][0]))}: " if fault["loc"] else ""
-            wanted = "a score from 0 to 100" if key else "an object of scores"
-            raise InvalidAnswerError(f"{key}{quoted(fault['input'])} is not {wanted}") from None
+        except ValidationError:
+            raise InvalidAnswerError(f"not an object of scores from 0 to 100: {quoted(text)}") from None
         except (ValueError, RecursionError) as error:
-            raise InvalidAnswerError(f"not valid JSON: {error}") from None
+            raise InvalidAnswerError(f"not valid JSON ({error}): {quoted(text)}") from None
         if unknown := [quoted(name) for name in scores if name not in self.names]:
             raise InvalidAnswerError(f"scores for {abbreviated(unknown)}, but no answer has such a name")
         if missing := [name for name in self.names if name not in scores]:
