@@ -169,7 +169,7 @@ def test_a_judge_that_fails_for_a_while(bench: Bench) -> None:
         (status(500), RunError, "status 500", 3),
         (Fault(hang_up=True), RunError, "the connection failed", 3),
         (Fault(delay_seconds=60), RunError, "no answer within 0.3 seconds", 3),
-        (status(429, code="insufficient_quota"), RunError, "no credit left", 3),
+        (status(429, code="insufficient_quota"), RunError, "status 429", 3),
         (status(429, retry_after="86400"), RunError, "; Retry-After: 86400; no valid answer is kept", 1),
         (status(401, message=f"wrong key: {KEY}"), UserError, "status 401", 1),
         (status(403), UserError, "check the key", 1),

@@ -192,8 +192,6 @@ class JudgeClient:
         said = f"status {status}: {self.without_key(error.message)}"
         if error.code in REFUSED_QUESTION_CODES:
             return InvalidAnswerError(f"the question was refused ({said})")
-        if error.code == "insufficient_quota":
-            return UnavailableError(f"the account has no credit left ({said})")
         if status in {408, 409, 429} or status >= 500:  # even after all retries
             wait = error.response.headers.get("retry-after")
             return UnavailableError(said + (f"; Retry-After: {self.without_key(wait)}" if wait else ""))
