@@ -229,11 +229,7 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
         with warned_if_not_kept():
             measured = find_measured(run, own.weights.checkpoint, own.weights.sha256) if own.weights else None
             if own.weights is None or measured is None:
-                reason = f"{run.path} no longer has the weights that the answers came from"
-                if own.weights is None:
-                    reason = (
-                        "it does not name the weights that gave the answers; make it again with test_ift.py --overwrite"
-                    )
+                reason = "it does not name weights that the run still has; make it again with test_ift.py --overwrite"
                 tell(f"{path}: its scores are not kept among the run's results: {reason}")
                 continue
             together = models if settings.judges_together else [own]
