@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt import GPTModel
 from harness.common.errors import RunError, UserError
-from harness.common.messages import escape_controls, is_unicode, quoted
+from harness.common.messages import escape_controls, is_unicode
 from harness.data.tokenizers import Tokenizer
 from harness.model.inference import KeyValueCache, evaluating
 
@@ -196,13 +196,12 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
             continue
         value = line.removesuffix("\r")
         if file.suffix == ".jsonl":
-            wanted = 'each line must be a JSON string: "like this"'
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
-                raise UserError(f"{file}: line {number}: not JSON; {wanted}") from None
+                value = ""
             if not isinstance(value, str) or not value or not is_unicode(value):
-                raise UserError(f"{file}: line {number}: {quoted(value)} is not a prompt; {wanted}")
+                raise UserError(f'{file}: line {number}: must be a JSON string that is not empty: "like this"')
         prompts.append(value)
     if not prompts:
         raise UserError(f"{file}: no prompts; write one on each line")

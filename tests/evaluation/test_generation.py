@@ -201,7 +201,7 @@ def test_broken_weights_are_one_line(model_files: tuple[Path, Path], tmp_path: P
     ("name", "content", "fault"),
     [
         ("a.jsonl", b'"one"\n{"no": 1}\n', "line 2"),
-        ("a.jsonl", b'"one"\n"two\n', "line 2: not JSON"),
+        ("a.jsonl", b'"one"\n"two\n', "line 2: must be a JSON string"),
         ("a.jsonl", b'""\n', "line 1"),
         ("a.jsonl", b'"\\ud800"\n', "line 1"),
         ("a.txt", b"\n \n", "no prompts"),
