@@ -70,7 +70,7 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield the examples in batches of up to `size` rows, shuffled by `generator`, or in order if it is None. Rows are
     padded on the right with the token `padding`. Targets in the padding are IGNORED, and so are targets in the prompts
-    if `answers_only` is true. A batch without targets to learn is left out, because its mean loss would be 0 / 0."""
+    if `answers_only` is true; then every example must have an answer."""
     count = len(examples)
     order = range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
     for start in range(0, count, size):
@@ -82,9 +82,7 @@ def batches(
                 learnt[: examples[index].answer_start - 1] = IGNORED  # the prompt's last token predicts the answer
             inputs.append(row[:-1])
             targets.append(learnt)
-        batch = Batch(pad_sequence(inputs, True, padding), pad_sequence(targets, True, IGNORED))
-        if (batch.targets != IGNORED).any():
-            yield batch
+        yield Batch(pad_sequence(inputs, True, padding), pad_sequence(targets, True, IGNORED))
 
 
 @dataclass(frozen=True)
