@@ -26,7 +26,6 @@ from harness.common.messages import as_unicode
 TRAIN_PART, TEST_PART = 0.85, 0.1
 FEWEST_ENTRIES = 20  # twice as many as are needed for one entry in each of the three parts
 DOWNLOAD_TIMEOUT_SECONDS = 30.0
-MOST_DOWNLOADED_BYTES = 2**30
 NOTEBOOK_SUFFIX = "-ift-test-results"
 # A text of any length. Because of min_length, pydantic also refuses texts with half of a surrogate pair, which cannot
 # be written to a file.
@@ -111,8 +110,6 @@ def local_instructions(file_or_url: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as draft:
             with urllib.request.urlopen(file_or_url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer:
-                if (answer.length or 0) > MOST_DOWNLOADED_BYTES:
-                    raise OSError(f"{answer.length:,} bytes, more than {MOST_DOWNLOADED_BYTES:,}")
                 draft.write_bytes(answer.read())  # raises IncompleteRead if the connection breaks
             try:
                 InstructionSplits.load(draft)
