@@ -301,10 +301,9 @@ def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[st
         yield ""
         remark = (
             "Losses are comparable only within a table: the tables differ in the text, its tokenizer, the sequence "
-            "length or the precision. Where only the tokenizer differs, compare the bits per byte."
+            "length or the precision. Where only the tokenizer differs, compare the bits per byte. --dataset measures "
+            "all models on one dataset."
         )
-        if len({test.text.dataset for _, test in measured}) > 1:
-            remark += " With --dataset, all models are measured on one dataset."
         yield from paragraph(remark, indent=0)
 
 

@@ -363,13 +363,6 @@ def test_runs_of_a_pattern_without_the_checkpoint_are_left_out_and_named(shop: W
         assert len(labels(measure(shop, *both, "--batches", 1))) == 2, "a run and a file of weights, in any order"
 
 
-def test_models_of_two_context_lengths_on_one_dataset_are_not_advised_to_choose_one(shop: Workshop) -> None:
-    add_text(shop, "short", "gpt2", [5] * 99, 99, 64, context_length=8)
-    (shop.runs / "fresh" / "train.json").unlink()
-    told = unwrapped(measure(shop, "r", "fresh", "--dataset", DATASET, "--batches", 1))
-    assert told.endswith("compare the bits per byte.")
-
-
 def test_models_that_read_other_text_get_tables_of_their_own(shop: Workshop) -> None:
     shop.add_dataset("local/other", seed=5)
     other = shutil.copytree(shop.runs / "r", shop.runs / "other", symlinks=True)
@@ -379,7 +372,7 @@ def test_models_that_read_other_text_get_tables_of_their_own(shop: Workshop) -> 
     assert done.stdout.count("Measured on") == 2
     assert done.stdout.count("\n\nmodel ") == 1
     assert "\n\nLosses are comparable only within a table" in done.stdout
-    assert unwrapped(done).endswith("With --dataset, all models are measured on one dataset.")
+    assert unwrapped(done).endswith("--dataset measures all models on one dataset.")
     together = measure(shop, "r", "other", "--dataset", DATASET)
     assert together.stdout.count("Measured on") == 1
     assert "within a table" not in together.stdout
