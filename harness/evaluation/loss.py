@@ -127,8 +127,8 @@ class HeldOutText:
     ) -> HeldOutText:
         """Return the text for testing a model. A dataset that is missing in `datasets_dir` is downloaded or built.
 
-        The default dataset is the one that the model was trained on. If that is not known, it is NOTEBOOK_DATASET for a
-        model with GPT-2's tokenizer. The default split is "test" if the dataset has it, or else "validation".
+        Without `dataset`, it is NOTEBOOK_DATASET for a model with GPT-2's tokenizer. The default split is "test" if the
+        dataset has it, or else "validation".
 
         The text consists of whole batches of at most `batch_size` sequences. By default it begins at the split's first
         token and has all its batches. If a validation split has at least one batch after NOTEBOOK_START_TOKEN, the
@@ -138,19 +138,18 @@ class HeldOutText:
         its tokens are not the model's.
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
-        name = model.dataset if dataset is None else dataset
-        if name is None and _is_gpt2s(tokenizer):
-            name = NOTEBOOK_DATASET
-        if name is None:
+        if dataset is None and _is_gpt2s(tokenizer):
+            dataset = NOTEBOOK_DATASET
+        if dataset is None:
             raise UserError(f"{weights.parent}: the model's dataset is not known; test_loss.py --dataset names one")
-        ensure_dataset(datasets_dir, name, [split] if split else [])
-        opened = Dataset.open(datasets_dir, name)
+        ensure_dataset(datasets_dir, dataset, [split] if split else [])
+        opened = Dataset.open(datasets_dir, dataset)
         split = split or ("test" if opened.has_split("test") else "validation")
         tokens = opened.split(split)
         check_token_ids(opened, split, model.config.vocab_size)
         if "tokenizer" in model.meta and not _is_same_tokenizer(tokenizer, opened.tokenizer):
             raise UserError(
-                f"{name}: not made with the tokenizer of {weights}, so its token ids stand for other tokens in this "
+                f"{dataset}: not made with the tokenizer of {weights}, so its token ids stand for other tokens in this "
                 "model; give a dataset made with the model's tokenizer"
             )
         if batches is None:  # a split with fewer sequences than a batch has one smaller batch
