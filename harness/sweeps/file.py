@@ -75,8 +75,6 @@ class Sweep(BaseModel):
         "$schema", which only editors use."""
         if not isinstance(raw, dict):
             return raw
-        if "search" in raw:
-            raise ValueError('key "search": no longer supported; list the values in "vary" or "together"')
         for key in raw:
             if key not in cls.model_fields and (key in MODEL_KEYS or key in TRAIN_KEYS):
                 raise ValueError(

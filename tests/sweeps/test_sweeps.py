@@ -173,7 +173,7 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
             'key "use_amp": is the lab notebook\'s name for "precision"; set that key instead',
         ),
         ({"varry": {}, "vary": {"random_seed": [1]}}, 'key "varry": unknown; did you mean "vary"?'),
-        ({"search": {}, "trials": 3}, 'key "search": no longer supported; list the values in "vary" or "together"'),
+        ({"search": {}, "trials": 3}, 'key "search": unknown'),
         ({"learning_rate": [1.0]}, 'key "learning_rate": belongs in "set" (one value for all runs) or in "vary"'),
         ({"vary": {"random_seed": 1}}, 'key "vary.random_seed": input should be a valid list, not 1'),
         ({"vary": {"random_seed": []}}, 'key "vary.random_seed": has no values'),
