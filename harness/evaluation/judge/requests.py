@@ -319,9 +319,6 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
             raise
         return reason
 
-    def valid() -> int:
-        return kept + sum(record.scores is not None for record in cache.records[known:])
-
     pool = ThreadPoolExecutor(settings.parallel)
     futures: dict[Future[str | None], str] = {pool.submit(ask, key): key for key in prompts}
     bar: dict[str, Any] = {"unit": "answer", "disable": None, "dynamic_ncols": True}
@@ -329,7 +326,8 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
         for future in tqdm(as_completed(futures), total=len(futures), **bar):
             if (reason := future.result()) is not None:
                 reasons[futures[future]] = reason
-            if len(reasons) >= HOPELESS_PROMPTS and not valid():
+            has_valid = kept or any(record.scores for record in cache.records[known:])
+            if len(reasons) >= HOPELESS_PROMPTS and not has_valid:
                 raise RunError(
                     f"{settings.name}: no valid answer to any of the first {len(reasons)} prompts (the last answer: "
                     f"{reason}); try another judge"
@@ -340,9 +338,7 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
         wait([future for future in futures if future.running()], timeout=IN_FLIGHT_SECONDS)
         if not isinstance(error, UnavailableError):
             raise
-        advice = "no valid answer is kept; judge again later"
-        if count := valid():
-            advice = f"{count:,} answer{'s are' if count > 1 else ' is'} kept in {cache.path}; judge again to continue"
+        advice = "judge again later, which asks only for the answers that are missing"
         raise RunError(f"{settings.name}: does not answer: {error}; {advice}") from None
     finally:
         stop.set()
