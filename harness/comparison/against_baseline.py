@@ -81,20 +81,15 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     elif len(arms.run_names) == 1:
         reason = "no other arm has finished"
     else:
+        compared = [record for record in records if arms.arm_of(record.name)]
         # A finished run whose loss is not finite stays part of its arm, with NaN for the loss.
         for loss, losses_of in (("test loss", all_test_losses), ("validation loss", final_validation_losses)):
-            values = [losses_of(record) for record in records]
-            arms_by_basis = {
-                basis: [arm for row in measured if (arm := arms.arm_of(records[row].name))]
-                for basis, measured in by_basis(values).items()
-            }
-            usable = {
-                basis: compared for basis, compared in arms_by_basis.items() if own in compared and len({*compared}) > 1
-            }
-            found = [
-                _compare(own, arms, loss, basis, values, records)
-                for basis in sorted(usable, key=lambda basis: -len(usable[basis]))
-            ]
+            values = [losses_of(record) for record in compared]
+            found = []
+            for basis, measured in by_basis(values).items():
+                measured_arms = {arms.arm_of(compared[row].name) for row in measured}
+                if own in measured_arms and len(measured_arms) > 1:
+                    found.append(_compare(own, arms, loss, basis, values, compared))
             if found:
                 first, *others = found
                 on_others = []
@@ -140,7 +135,7 @@ def _compare(
     verdicts = compare_arms(baseline, [arm for name, arm in built.items() if name != own])
     left_out: dict[str, list[str]] = {}
     for row, (record, of_run) in enumerate(zip(records, values, strict=True)):
-        if row not in measured and arms.arm_of(record.name):
+        if row not in measured:
             if isinstance(of_run, Inconclusive):
                 reason = of_run.reason
             else:
