@@ -16,8 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from harness.common.statistics import Inconclusive
-
 ALPHA = 0.05  # one minus the level of intervals, and the family-wise error rate
 POWER = 0.8
 DIFFERENCE_TO_DETECT = 0.01  # nats
@@ -59,19 +57,15 @@ class LossEstimate:
         return low <= 0 <= high
 
 
-def text_noise(values: np.ndarray) -> LossEstimate | Inconclusive:
-    """Return the mean of `values` as an estimate for all text of the same kind. `values` has a loss, or a difference of
-    losses, for each window in the order of the text, [windows]. Returns Inconclusive if a value is not finite or there
-    are too few windows.
+def text_noise(values: np.ndarray) -> LossEstimate | None:
+    """Return the mean of `values` as an estimate for all text of the same kind, or None if there are fewer than
+    FEWEST_WINDOWS. `values` has a loss, or a difference of losses, for each window in the order of the text, [windows].
 
     The standard error is that of the means of contiguous batches (Schmeiser 1982, Operations Research 30: 556), because
     neighboring windows are often from one document.
     """
-    values = values.astype(np.float64)
-    if not np.isfinite(values).all():
-        return Inconclusive("the loss of a window is not finite")
     if len(values) < FEWEST_WINDOWS:
-        return Inconclusive(f"an interval needs {FEWEST_WINDOWS} windows of text or more, but there are {len(values)}")
+        return None
     means = [batch.mean() for batch in np.array_split(values, BATCHES)]
     return LossEstimate(float(values.mean()), float(np.std(means, ddof=1)) / math.sqrt(BATCHES), BATCHES - 1)
 

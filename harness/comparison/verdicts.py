@@ -33,8 +33,8 @@ Word = Literal["better", "worse", "inconclusive"]
 class Arm:
     """One run, or several runs that differ only in their seeds. `losses` has the loss of each run in nats per token.
     `windows` has for each run an array [windows], the loss of each window (sequence of context length), or is None if
-    these are not known for all runs. `names` has the names of the runs, for messages. `diverged` has the names of the
-    arm's runs that have diverged."""
+    these are not known for all runs; all arms of a comparison have equally many windows. `names` has the names of the
+    runs, for messages. `diverged` has the names of the arm's runs that have diverged."""
 
     name: str
     losses: Sequence[float]
@@ -59,19 +59,18 @@ class Arm:
 
     @cached_property
     def mean_windows(self) -> np.ndarray:
-        """Mean loss of each window over the arm's runs, [windows]. Only for an arm that has `windows`, equally many for
-        each run."""
+        """Mean loss of each window over the arm's runs, [windows]. Only for an arm that has `windows`."""
         return np.mean([windows.astype(np.float64) for windows in self.windows or []], axis=0)
 
     @cached_property
     def variance_by_text(self) -> float | None:
         """The part of the variance between the losses of the arm's runs, in nats², that is due to the choice of the
         text: other text would change these losses by different amounts. None if it is not known."""
-        if self.windows is None or self.run_count < 2 or len({windows.size for windows in self.windows}) > 1:
+        if self.windows is None or self.run_count < 2:
             return None
         estimates = [text_noise(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
-        found = [each.error**2 for each in estimates if isinstance(each, LossEstimate)]
-        return sum(found) / (self.run_count - 1) if len(found) == self.run_count else None
+        found = [each.error**2 for each in estimates if each is not None]
+        return sum(found) / (self.run_count - 1) if found else None
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ class Difference:
     `text` estimate it with one kind of noise each, `total` with both."""
 
     value: float
-    training: LossEstimate | Inconclusive  # other seeds, the same text
-    text: LossEstimate | Inconclusive  # the same trained models on other text
+    training: LossEstimate | None  # other seeds, the same text; None if no arm has replicates
+    text: LossEstimate | None  # the same trained models on other text; None if too few windows' losses are known
     # Other seeds and other text, or other seeds alone if text noise is not known. Inconclusive if training noise is not
     # known, or is estimated as 0: replicates that are equal to the last digit do not prove that training has no noise.
     total: LossEstimate | Inconclusive
@@ -152,12 +151,9 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         return Inconclusive(flaw)
     pair = (baseline, arm)
     value = float(np.mean(arm.losses) - np.mean(baseline.losses))
-    text: LossEstimate | Inconclusive = Inconclusive("the losses of the windows were not kept")
+    text = None
     if baseline.windows is not None and arm.windows is not None:
-        sizes = sorted({windows.size for windows in (*baseline.windows, *arm.windows)})
-        text = Inconclusive(f"they were measured on texts of {' and '.join(f'{size:,}' for size in sizes)} windows")
-        if len(sizes) == 1:
-            text = text_noise(arm.mean_windows - baseline.mean_windows)  # paired by window
+        text = text_noise(arm.mean_windows - baseline.mean_windows)  # paired by window
     is_pooled = any(each.run_count < 2 for each in pair)
     if not is_pooled:  # Welch: the variance of each arm's mean, estimated from its own runs
         parts = [Variance(variance_of(each.losses) / each.run_count, each.run_count - 1) for each in pair]
@@ -166,14 +162,13 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         usable = [each for each in arms if not each.flaw]
         pooled = pooled_variance([each.losses for each in usable])
         if pooled is None:
-            unknown = Inconclusive("training noise is unknown")
-            return Difference(value, unknown, text, unknown)
+            return Difference(value, None, text, Inconclusive("training noise is unknown"))
         share = sum(1 / each.run_count for each in pair)
         parts = [Variance(pooled.value * share, pooled.df)]
         known = [(each.variance_by_text, each.run_count - 1) for each in usable if each.variance_by_text is not None]
         by_text = share * sum(variance * df for variance, df in known) / max(1, sum(df for _, df in known))
     training, is_limited = satterthwaite(value, parts), False
-    if isinstance(text, LossEstimate):
+    if text is not None:
         # The spread over seeds already includes text noise that differs from run to run.
         common = Variance(max(0.0, text.error**2 - by_text), text.df)
         is_limited = satterthwaite(value, [common]).may_be_zero()
@@ -193,7 +188,7 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference | Inconclusive) ->
     if isinstance(difference, Inconclusive):
         return Verdict(arm.name, baseline.name, run_counts, "inconclusive", f"{head}: {difference}")
     models = f"these models differ by {difference.value:+.3f} nats on this text"
-    if isinstance(difference.text, LossEstimate):
+    if difference.text is not None:
         low, high = interval = difference.text.interval()
         within = "is within text noise" if difference.text.may_be_zero() else "is beyond text noise"
         digits = _digits(interval)
@@ -215,14 +210,14 @@ def _tested(
     if difference.is_pooled:
         single = " and ".join(each.name for each in (arm, baseline) if each.run_count == 1)
         facts += f", spread over seeds pooled from all arms, assuming that it is the same for {single}"
-    if not is_unclear and not isinstance(difference.text, LossEstimate):
+    if not is_unclear and difference.text is None:
         facts += ", for this text only"
     if tests > 1:
         facts += f", Holm's correction for {tests} arms"
     word: Word = "inconclusive" if is_unclear else "better" if difference.value < 0 else "worse"
     if is_unclear:
         kinds = {"training noise": difference.training, "text noise": difference.text}
-        alone = [kind for kind, each in kinds.items() if isinstance(each, LossEstimate) and each.may_be_zero(alpha)]
+        alone = [kind for kind, each in kinds.items() if each is not None and each.may_be_zero(alpha)]
         which = alone[0] if len(alone) == 1 else "either kind of noise" if alone else "both kinds of noise together"
         ends = f"{low:+.{digits}f} to {high:+.{digits}f}"
         reason = Inconclusive(f"{difference.value:+.{digits}f} nats is within {which}")
@@ -275,7 +270,7 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
             continue
         if found.is_limited_by_text:
             limited.append(verdict.arm)
-        if isinstance(found.training, LossEstimate) and found.training.may_be_zero():
+        if found.training is not None and found.training.may_be_zero():
             size = abs(found.value)
             likely, low, high = numbers(size)
             seeds.append(f"{likely} for {verdict.arm} ({size:.{_digits(verdict.interval)}f} nats; {low} to {high})")

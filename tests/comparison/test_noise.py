@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import scipy
 
-from harness.common.statistics import Inconclusive
 from harness.comparison.noise import (
     ALPHA,
     LossEstimate,
@@ -81,14 +80,9 @@ def test_the_variance_of_the_mean_is_that_of_the_closed_form(by: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "found"),
-    [
-        (np.zeros(49), Inconclusive("an interval needs 50 windows of text or more, but there are 49")),
-        (np.array([1.0, np.nan] * 50), Inconclusive("the loss of a window is not finite")),
-        (np.zeros(100, np.float32), LossEstimate(0, 0, 7)),
-    ],
+    ("values", "found"), [(np.zeros(49), None), (np.zeros(100, np.float32), LossEstimate(0, 0, 7))]
 )
-def test_texts_without_noise_or_without_an_interval(values: np.ndarray, found: LossEstimate | Inconclusive) -> None:
+def test_texts_without_noise_or_without_an_interval(values: np.ndarray, found: LossEstimate | None) -> None:
     assert text_noise(values) == found
 
 
