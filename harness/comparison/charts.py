@@ -117,8 +117,6 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
         if is_on_main:
             reason = f"nothing to draw: metrics.jsonl has {points} finite {kind} loss{'' if points == 1 else 'es'}"
             reason += f", but a curve needs {LEAST_POINTS}"
-            if not record.directory.metrics.exists():
-                reason = "nothing to draw: there is no metrics.jsonl"
         elif record.state.word in ("never trained", "not trained here"):
             reason = f"in no chart: {record.state.word}"
         elif kind == "validation" and record.train and record.train.get("validation_interval") is None:
@@ -164,20 +162,17 @@ def _curves_on(
         except UserError as error:
             left_out.setdefault(str(error), []).append(name)
         else:
-            own = {
+            places[name] = {
                 each.global_step: (place * factor, each.loss or 0.0)
                 for each in losses[name]
                 if (place := getattr(each, key)) is not None
             }
-            if own:
-                places[name] = own
-            else:  # lines of earlier versions have no seconds
-                left_out.setdefault(f"its losses cannot be drawn over {axis}: no {key} are recorded", []).append(name)
     runs = {label: [places[name] for name in names if name in places] for label, names in run_names.items()}
     curves = [_mean_curve(label, those) for label, those in runs.items() if those]
     for curve in curves:
         if not curve.x:
-            left_out.setdefault("its runs have no loss at the same step", []).append(curve.label)
+            reason = f"{axis} are not recorded in metrics.jsonl, or its runs have no loss at the same step"
+            left_out.setdefault(reason, []).append(curve.label)
     return [curve for curve in curves if curve.x], left_out
 
 
