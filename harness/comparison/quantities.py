@@ -221,9 +221,8 @@ def final_validation_losses(record: RunRecord) -> Values:
     """Return the run's last validation loss, as a list of one measurement, or the reason why there is none. A finished
     run's loss that is not finite is NaN, so that a verdict takes the run into account."""
     summary, basis = record.summary, validation_basis(record)
-    values = summary.model_dump(include={"final_validation_loss"}, exclude_unset=True) if summary else {}
     is_validated = record.train.get("validation_interval") is not None
-    if is_validated and basis is not None and values == {"final_validation_loss": None}:
+    if is_validated and basis is not None and summary is not None and summary.final_validation_loss is None:
         return [Measurement(math.nan, basis)]
     return VALIDATION_LOSS.values(record)
 

@@ -21,7 +21,6 @@ FLOPS_PER_PARAMETER = 6  # and per token: C = 6ND for N parameters, D tokens (Ka
 COLUMNS = ("parameters", "flops", "loss")
 OPTIONAL_COLUMNS = ("tokens", "name")
 SAME_SIZE = 0.01  # sizes, or token counts, less than 1 % apart count as one
-LARGEST_FILE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,6 @@ def read_points(path: Path) -> Points:
     not finite are left out. Raises UserError if the file is wrong, or if no point is left.
     """
     try:
-        if path.stat().st_size > LARGEST_FILE_BYTES:
-            raise UserError(f"{path}: larger than {LARGEST_FILE_BYTES // 2**20} MiB; give a file of points")
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text; give a CSV file") from None
