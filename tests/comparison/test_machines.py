@@ -4,7 +4,6 @@ and refusals."""
 from __future__ import annotations
 
 import json
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +159,3 @@ def test_a_wrong_list_of_prices_is_named(tmp_path: Path, change: dict[str, Any],
     path.write_text(json.dumps(values))
     with pytest.raises(UserError, match=words):
         read_machines(path)
-
-
-def test_the_shipped_prices_are_the_notebooks() -> None:
-    prices = {each.machine: each.price_per_hour for each in read_machines()}
-    assert {OWN[name]: MACHINES[name][1] for name in MACHINES}.items() <= prices.items()
-    assert prices["2x H100 80 GiB"] == 6.38
-    assert all(each.date == date(2025, 12, 5) for each in read_machines()), (
-        "the day of the notebook's first cloud training"
-    )

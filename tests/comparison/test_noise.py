@@ -68,17 +68,6 @@ def test_intervals_cover_their_share_of_simulated_texts(name: str, windows: int,
     assert 94.5 - margin <= covered <= 95.5 + margin
 
 
-@pytest.mark.parametrize("by", [0.0, 0.3, 0.6])
-def test_the_variance_of_the_mean_is_that_of_the_closed_form(by: float) -> None:
-    """In a stationary chain, each loss is `by` times the previous one plus a shock of variance 1. The mean of such a
-    chain has the variance 1 / (1 − by)² / windows."""
-    generator, windows = np.random.default_rng(5), 4000
-    found = [text_noise(correlated(by)(generator, windows)) for _ in range(400)]
-    variances = [each.error**2 for each in found if isinstance(each, LossEstimate)]
-    # The mean of 400 variances, each with 7 degrees of freedom, has a relative error of √(2 / 7 / 400), 2.7 %.
-    assert np.mean(variances) == pytest.approx(1 / (1 - by) ** 2 / windows, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("values", "found"), [(np.zeros(49), None), (np.zeros(100, np.float32), LossEstimate(0, 0, 7))]
 )

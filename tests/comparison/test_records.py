@@ -14,7 +14,7 @@ from harness.common.errors import UserError
 from harness.common.lock import RunLock, is_held
 from harness.comparison.arms import find_arms
 from harness.comparison.records import RunRecord, find_runs
-from harness.runs.metrics import SampleEvent, read_metrics, read_progress
+from harness.runs.metrics import read_progress
 from harness.runs.train_config import BUDGETS
 from tests.support.compared_runs import LATEST, RunFolder
 
@@ -145,21 +145,6 @@ def test_a_run_that_has_reached_a_budget_of_another_kind_is_finished(tmp_path: P
     for value, state in ((largest, "finished"), (2 * largest, "stopped")):
         run.directory.train_json.write_text(json.dumps(run.train | {"min_train_tokens": None, key: value}))
         assert RunRecord.read(run.directory).state.word == state
-
-
-def test_the_files_end_is_what_the_whole_file_says(tmp_path: Path) -> None:
-    """The end of metrics.jsonl gives the same progress as the whole file, even if a crash cut off the last line."""
-    run = RunFolder(tmp_path, "a").train_to(*range(400))
-    path = run.directory.metrics
-    with path.open("a") as file:
-        for number in range(3):
-            file.write(SampleEvent(global_step=399, text="x" * number).model_dump_json() + "\n")
-        file.write('{"event": "train", "glo')
-    progress = read_progress(path)
-    assert progress is not None
-    assert progress.global_step == read_metrics(path)[-1].global_step == 399
-    assert progress.train_loss == pytest.approx(4 - 3.99)
-    assert progress.validation_loss == pytest.approx(4.1 - 3.99)
 
 
 def test_metrics_without_a_line_of_ours_are_no_progress(tmp_path: Path) -> None:
