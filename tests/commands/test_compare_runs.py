@@ -299,6 +299,7 @@ def test_a_chart_and_a_page_and_what_is_not_drawn(tmp_path: Path) -> None:
     assert (lines[0], lines[-1]) == (f"Wrote {page}", f"Drew {picture}")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "b against a: inconclusive" in page.read_text()
+    assert "The verdicts are based on" not in page.read_text(), "the curves show the loss that they are based on"
     assert max(map(len, lines[1:-1])) <= 80
     said = sorted(text.strip() for text in " ".join(map(str.strip, lines[1:-1])).split("not drawn: ")[1:])
     assert said[0] == "never, nor: in no chart: never trained"

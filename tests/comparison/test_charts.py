@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.comparison.against_baseline import BaselineComparison, compare_with
-from harness.comparison.charts import GRAY, Chart, Curve, chart_note, charts_of, shown_range, write_png
+from harness.comparison.charts import GRAY, Chart, Curve, charts_of, shown_range, write_png
 from harness.runs.metrics import MetricsFile, ValidationEvent
 from tests.support.compared_runs import DATASET, LATEST, RunFolder, records
 
@@ -89,9 +88,9 @@ def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:
         "young: nothing to draw: metrics.jsonl has 1 finite validation loss, but a curve needs 2",
         "without: in no chart: trained without validation, while the charts show validation losses",
     ]
-    free = trained(tmp_path, "free", 1, 0.002, price_per_hour=None)
+    free = trained(tmp_path, "free", 2, price_per_hour=None)
     chart = chart_of(trained(tmp_path, "paid"), free, axis="dollars")
-    assert [each.label for each in chart.curves] == ["paid"]
+    assert [(each.label, each.run_count) for each in chart.curves] == [("paid", 1)], "without its replicate"
     assert chart.problems == ['free: train.json had no "price_per_hour", so its losses cannot be drawn over dollars']
     chart = chart_of(trained(tmp_path, "own", price_per_hour=0.0), axis="dollars")
     assert (chart.curves, chart.problems) == ([], ["own: it cost nothing, so its losses cannot be drawn over dollars"])
@@ -169,19 +168,6 @@ def test_a_run_that_diverged_is_a_curve_of_its_own(tmp_path: Path) -> None:
 )
 def test_the_range_that_is_shown(losses: list[float], references: dict[str, float], low: float, high: float) -> None:
     assert shown_range([Curve("a", [0, 1, 50, 100], losses)], references) == pytest.approx((low, high), abs=0.03)
-
-
-def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_path: Path) -> None:
-    runs = [trained(tmp_path, "a"), trained(tmp_path, "b", 1, 0.002)]
-    comparison = compare_with("a", records(*runs))
-    chart = chart_of(*runs)
-    assert (
-        chart_note(comparison, chart) == chart_note(None, chart) == chart_note(BaselineComparison("none"), chart) == ""
-    )
-    training = Chart(chart.axis, "training", [], [])
-    assert chart_note(comparison, training) == (
-        "The verdicts are based on the validation loss; these curves show the training loss."
-    )
 
 
 @pytest.fixture

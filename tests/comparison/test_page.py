@@ -90,17 +90,3 @@ def test_a_single_run_without_curves_has_all_its_columns(tmp_path: Path) -> None
     assert '<p class="verdict">no verdict, and why</p>' in page
     assert ">parameters</th>" in page
     assert "The same for all" not in page
-
-
-def test_a_replicate_without_a_price_is_named(tmp_path: Path) -> None:
-    """The curve over dollars is drawn without the replicate, and a remark says so. It is also drawn if another curve
-    has no place on this axis."""
-    runs = [
-        RunFolder(tmp_path, f"a-seed{seed}", {"random_seed": seed, "price_per_hour": price}).finish().train_to(0, 10)
-        for seed, price in ((1, 36.0), (2, None))
-    ]
-    page = render(table_of(*runs), None, {})
-    runs += [RunFolder(tmp_path, "b", {"learning_rate": 0.1, "price_per_hour": None}).finish().train_to(0, 10)]
-    assert render(table_of(*runs), None, {}).count("<svg") == 5
-    assert page.count("<svg") == 5
-    assert "a-seed2: train.json had no &#34;price_per_hour&#34;, so its losses cannot be drawn over dollars" in page
