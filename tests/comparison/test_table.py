@@ -14,17 +14,11 @@ from harness.comparison.records import RunRecord
 from harness.comparison.table import Column, RunsTable, number_text, table_json, table_lines
 from harness.data.ngrams import Overlap
 from harness.runs.directory import RunDirectory
+from tests.runs.test_reported import COSTS, LOSSES
 from tests.support.compared_runs import BEST, LATEST, RunFolder, table_of
 from tests.support.isolation import SHIPPED_RUNS
 
-# The notebook's figures: train seconds, dollars, dollars without validation, and test loss.
-BILLS = {
-    "8xa100m40": (13_904, 39.86, 35.56, 3.674),
-    "8xh100m80": (6_650, 44.19, 38.13, 3.725),
-    "8xa100m80": (11_532, 45.87, 39.57, 3.730),
-    "8xb200m160": (4_190, 46.46, 39.14, 3.771),
-}
-NOTEBOOK = (*BILLS, "original")
+NOTEBOOK = (*COSTS, "original")
 
 
 def column(table: RunsTable, key: str) -> Column:
@@ -181,14 +175,14 @@ def test_the_notebooks_bills_to_the_cent() -> None:
     """The table's bills are those that the notebook reports. They differ from seconds times price by at most a cent,
     because the notebook truncates seconds."""
     table = RunsTable.of([RunRecord.read(RunDirectory(SHIPPED_RUNS / name)) for name in NOTEBOOK])
-    for name, (seconds, dollars, without_validation, loss) in BILLS.items():
+    for name, (seconds, dollars, *_, without_validation, _) in COSTS.items():
         values = row_of(table, name)
         price = json.loads((SHIPPED_RUNS / name / "train.json").read_text())["price_per_hour"]
         assert values["hours"] * 3600 == pytest.approx(seconds, abs=0.7)
         assert values["hours"] * price == pytest.approx(dollars, abs=0.01)
         assert values["hours_without_validation"] * price == pytest.approx(without_validation, abs=0.01)
         keys = ("dollars", "dollars_without_validation", "test_loss")
-        assert [values[key] for key in keys] == [dollars, without_validation, loss]
+        assert [values[key] for key in keys] == [dollars, without_validation, LOSSES[name][2]]
     # The notebook prints the coefficients 0.032313, -0.295715 and 4.368746 for the natural logarithm of the batch.
     assert [*fits(table)] == [
         "Loss over the global batch: 0.0323 x² − 0.2957 x + 4.3687, x = ln(sequences); lowest near 97 sequences "
