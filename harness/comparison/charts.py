@@ -41,9 +41,8 @@ MOST_NAMED = len(SHADES) * len(LINES)  # curves with a style and a name in the l
 FAINT = "#555555"
 GRAY = "#bbbbbb"
 LONGEST_LABEL = 40
-BasisOf = Callable[[RunRecord], Basis | None]
 WITH_LOSS = (TrainEvent, ValidationEvent)
-KINDS: dict[str, tuple[type[TrainEvent | ValidationEvent], BasisOf]] = {
+KINDS: dict[str, tuple[type[TrainEvent | ValidationEvent], Callable[[RunRecord], Basis | None]]] = {
     "validation": (ValidationEvent, validation_basis),
     "training": (TrainEvent, training_basis),
 }
@@ -130,8 +129,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     charts = []
     for axis in axes:
         curves, not_placed = _curves_on(axis, drawn, losses, run_names)
-        if baseline is not None:
-            curves = [replace(curve, is_baseline=baseline in run_names[curve.label]) for curve in curves]
+        curves = [replace(curve, is_baseline=baseline in run_names[curve.label]) for curve in curves]
         left_out = {**reasons, **{reason: [*reasons.get(reason, []), *names] for reason, names in not_placed.items()}}
         problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]
         if records and not main:

@@ -146,7 +146,6 @@ class Quantity:
 def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
     """Return the quantities to show for these runs, in the order of their columns."""
     bits = partial(_bits_per_byte, bits_bases([result for each in records for result in each.results.of(LossResult)]))
-    score = Quantity("instruction_score", "instruction score", "of 100", ".2f", _scores, "instruction_score", MORE)
     benchmarks: dict[str, Quantity] = {}
 
     def add(task: str, metric: str, when: str, lower_is_better: bool | None) -> None:
@@ -165,7 +164,7 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
         Quantity("test_loss", "test loss", NATS, ".3f", _finite_test_losses, "test_loss", LESS),
         *([TRAINED_ON] if any(record.results.of(LossResult) for record in records) else []),
         Quantity("bits_per_byte", "bits per byte", "", ".3f", bits, "", LESS),
-        score,
+        Quantity("instruction_score", "instruction score", "of 100", ".2f", _scores, "instruction_score", MORE),
         *benchmarks.values(),
         *SPENT,
     ]

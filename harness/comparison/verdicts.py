@@ -263,17 +263,15 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
     )
     seeds, limited = [], []
     for verdict in verdicts:
-        found = verdict.difference
-        if verdict.word != "inconclusive" or verdict.interval is None or found is None:
-            continue
-        if not verdict.interval[0] <= 0 <= verdict.interval[1]:  # inconclusive because a seed diverged
+        found, interval = verdict.difference, verdict.interval
+        if found is None or interval is None or not interval[0] <= 0 <= interval[1]:
             continue
         if found.is_limited_by_text:
             limited.append(verdict.arm)
         if found.training is not None and found.training.may_be_zero():
             size = abs(found.value)
             likely, low, high = numbers(size)
-            seeds.append(f"{likely} for {verdict.arm} ({size:.{_digits(verdict.interval)}f} nats; {low} to {high})")
+            seeds.append(f"{likely} for {verdict.arm} ({size:.{_digits(interval)}f} nats; {low} to {high})")
     if seeds:
         text += f" Seeds of each arm needed to detect a difference as large as the one seen: {', '.join(seeds)}."
     if limited:
