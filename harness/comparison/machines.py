@@ -38,8 +38,6 @@ class KnownSpeed:
     device: str
     gpus: int
     microbatch_size: int
-    model: ModelConfig
-    train: Mapping[str, Any]
     tokens_per_second: float
 
 
@@ -47,16 +45,16 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
     """Yield lines for a terminal: a table of one run's time and cost on each machine, and the reasons why a machine is
     not in the table. The speeds come from the folders of `run` and `others`. Raises UserError if the price list or a
     file of `run` is wrong."""
-    machines, known, name = read_machines(prices), known_speeds(run), run.path.name
-    for other in others:
-        if other.path.name != name:
-            with suppress(UserError):
-                known += known_speeds(other)
-    work = _read_work(run, prices)
+    machines, work, name = read_machines(prices), _read_work(run, prices), run.path.name
     if isinstance(work, Inconclusive):
         yield from paragraph(f"{name} on other machines: {work}")
         return
     model, train, sequences, tokens = work
+    known = known_speeds(run, model, train)
+    for other in others:
+        if other.path.name != name:
+            with suppress(UserError):
+                known += known_speeds(other, model, train)
     yield from paragraph(
         f"{name} on other machines: {tokens:,} tokens in global batches of {sequences:,} sequences. Hours and "
         "dollars are of training alone, without validation, checkpoints and set-up. ddp_train.py -f finds the largest "
@@ -68,10 +66,9 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
         device, here = find_device(machine.device), []
         for speed in known:
             same = speed.device == machine.device if device is None else find_device(speed.device) == device
-            if same and speed.gpus == machine.gpus and speed.model == model:
+            if same and speed.gpus == machine.gpus:
                 here.append(speed)
-        measured = [speed for speed in here if speed.basis == "measured" and same_kernels(speed.train, train)]
-        usable = measured or [speed for speed in here if speed.basis == "reported"]
+        usable = [speed for speed in here if speed.basis == "measured"] or here
         if usable and sequences % machine.gpus == 0:
             speed = max(usable, key=lambda speed: (speed.run == name, speed.tokens_per_second))
             dollars = cost(tokens / speed.tokens_per_second, machine.price_per_hour)
@@ -149,21 +146,19 @@ def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[st
     return model, config.model_dump(mode="json"), layout.global_tokens // layout.context_length, tokens
 
 
-def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
-    """Return the training speeds in a run's folder, at most two: the one that this program measured, and the one that
-    others published (reported.json). Raises UserError if summary.json or reported.json is wrong."""
+def known_speeds(run: RunDirectory, model: ModelConfig, train: Mapping[str, Any]) -> list[KnownSpeed]:
+    """Return the training speeds of `model` in a run's folder, at most two: the one that this program measured with the
+    kernels of `train`, and the one that others published (reported.json). Raises UserError if summary.json or
+    reported.json is wrong."""
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None
-    speed = summary.tokens_per_second if summary else None
-    is_believable = summary and summary.measured and summary.measured.is_believable and summary.accumulation_steps
-    if summary and speed and is_believable and summary.model and summary.microbatch_size:
-        with suppress(UserError):  # a later version's model has keys that this version does not know
-            model = parse_config(ModelConfig, summary.model, run.summary)
-            here = (summary.device, summary.world_size, summary.microbatch_size)
-            found.append(KnownSpeed(name, "measured", *here, model, summary.train, speed))
+    if summary and summary.has_shape(model) and same_kernels(summary.train, train):
+        speed, size, measured = summary.tokens_per_second, summary.microbatch_size, summary.measured
+        if speed and size and summary.accumulation_steps and measured and measured.is_believable:
+            found.append(KnownSpeed(name, "measured", summary.device, summary.world_size, size, speed))
     reported = read_reported(run)
-    if reported is not None and reported.model is not None and reported.layout and reported.training_speed:
-        model, layout = parse_config(ModelConfig, reported.model, run.reported), reported.layout
-        there = (reported.device, layout.world_size, layout.microbatch_size)
-        found.append(KnownSpeed(name, "reported", *there, model, reported.train, reported.training_speed))
+    if reported is not None and reported.layout and reported.training_speed:  # a layout needs reported.model
+        size, theirs = reported.layout.microbatch_size, parse_config(ModelConfig, reported.model or {}, run.reported)
+        if theirs == model:
+            found.append(KnownSpeed(name, "reported", reported.device, reported.gpus, size, reported.training_speed))
     return found
