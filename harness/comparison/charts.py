@@ -191,8 +191,7 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
     if axis == "dollars":
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
         if not dollars or not seconds:
-            without_price = "it cost nothing" if dollars == 0 else 'train.json had no "price_per_hour"'
-            missing = without_price if seconds else "no seconds are recorded"
+            missing = "it cost nothing" if dollars == 0 else 'train.json had no "price_per_hour"'
             raise UserError(f"{missing}, so its losses cannot be drawn over dollars")
         return "seconds", dollars / seconds  # on average, if the price has changed
     if axis == "flops":
