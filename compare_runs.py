@@ -100,8 +100,7 @@ def main(
 
     if as_json:
         verdicts = comparison.as_json() if comparison else None
-        text = json.dumps(table_json(table) | {"comparison": verdicts}, indent=2, allow_nan=False)
-        click.echo(text)
+        click.echo(json.dumps(table_json(table) | {"comparison": verdicts}, indent=2, allow_nan=False))
     else:
         texts = [*fits(table), *(["", *comparison.lines()] if comparison else [])]
         click.echo("\n".join([*table_lines(table), *(line for text in texts for line in paragraph(text) or [""])]))

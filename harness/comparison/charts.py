@@ -91,11 +91,10 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
         try:
-            found = [each for each in newest_first(record.directory.metrics) if isinstance(each, WITH_LOSS)]
+            found = [*newest_first(record.directory.metrics)]
+            events[record.name] = [each for each in reversed(found) if isinstance(each, WITH_LOSS)]
         except UserError as error:
             reasons[f"in no chart: {error}"] = [record.name]
-        else:
-            events[record.name] = found[::-1]
     records = [record for record in records if record.name in events]
     for kind in (*KINDS, "validation"):  # the first kind with enough losses for a curve, or else validation
         of_kind, basis_of = KINDS[kind]
@@ -130,8 +129,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     for axis in axes:
         curves, not_placed = _curves_on(axis, drawn, losses, run_names)
         curves = [replace(curve, is_baseline=baseline in run_names[curve.label]) for curve in curves]
-        left_out = {**reasons, **{reason: [*reasons.get(reason, []), *names] for reason, names in not_placed.items()}}
-        problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]
+        problems = [f"{abbreviated(names)}: {reason}" for reason, names in (reasons | not_placed).items()]
         if records and not main:
             problems.append("there are no losses, or the text that they were measured on is not recorded")
         curves.sort(key=lambda curve: (curve.label in lost, curve.y[-1]))
