@@ -144,9 +144,7 @@ def read_points(path: Path) -> Points:
         points.append(_point(f"{path}:{line}", line, dict(zip(columns, row, strict=True))))
     finite = [point for point in points if math.isfinite(point.loss)]
     if not finite:
-        if points:
-            raise UserError(f"{path}: no loss is finite; give points of runs that have not diverged")
-        raise UserError(f"{path}: has no points; below the line of column names, give a line for each run")
+        raise UserError(f"{path}: no line has a finite loss; below the column names, give a line for each run")
     lost = [f"{point.name}: its loss is not finite" for point in points if not math.isfinite(point.loss)]
     return Points(finite, lost)
 

@@ -193,8 +193,7 @@ def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, Po
     """Return the power laws over FLOPs of the best size, its tokens and its loss. `lowest` has (FLOPs, optimum, optima
     of the draws as returned by `_minima`) for each profile. Returns Inconclusive if there are too few profiles."""
     if len(lowest) < LEAST_PROFILES:
-        have = "profile has" if len(lowest) == 1 else "profiles have"
-        return Inconclusive(f"{len(lowest)} {have} an optimum, and a power law needs at least {LEAST_PROFILES}")
+        return Inconclusive(f"it needs at least {LEAST_PROFILES} profiles with a best size (given: {len(lowest)})")
     inverse_2xK = np.linalg.pinv(np.vander(np.log([flops for flops, _, _ in lowest]), 2))
     drawn_KxBx3 = np.array([minima for _, _, minima in lowest])
     drawn_KxBx3 = drawn_KxBx3[:, np.isfinite(drawn_KxBx3).all(axis=(0, 2))]

@@ -192,16 +192,10 @@ def fit_law(points: Points, *, resamples: int = 1000, seed: int = 0) -> LawFit |
 def _too_little(points: Points) -> str | None:
     """Return the reason why the points do not suffice for five coefficients, or None if they suffice."""
     if len(points) < LEAST_POINTS:
-        are = "point is" if len(points) == 1 else "points are"
-        return f"{len(points)} {are} too few for {PARAMETERS} coefficients with intervals; give at least {LEAST_POINTS}"
-    for values, what, several in (
-        (points.parameters, "size", "sizes"),
-        (points.tokens, "number of tokens", "numbers of tokens"),
-    ):
-        count = different(values)
-        if count < 3:
-            there = f"all points have the same {what}" if count == 1 else f"there are {count} different {several}"
-            return f"{there}; the law needs at least 3"
+        return f"its {PARAMETERS} coefficients need at least {LEAST_POINTS} points (given: {len(points)})"
+    for values, what in ((points.parameters, "sizes"), (points.tokens, "numbers of tokens")):
+        if (count := different(values)) < 3:
+            return f"it needs at least 3 different {what} (given: {count})"
     if np.ptp(np.log(points.loss)) < LEAST_CHANGE:
         return "the loss does not change with parameters or tokens: neither exponent is determined"
     x, y = np.log(points.parameters), np.log(points.tokens)

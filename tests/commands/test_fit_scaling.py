@@ -121,7 +121,7 @@ def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_
         "  FLOPs 6e12, loss 3.500",
         "  FLOPs are 6 x parameters x tokens in every point (the rule C = 6ND)",
     ]
-    assert any("1 point is too few" in line for line in lines)
+    assert "need at least 9 points (given: 1)" in " ".join(map(str.strip, lines))
     file.write_text("parameters,flops,loss,tokens\n1e6,6e12,3.5,1e6\n1e6,6e12,3.4,\n2e6,12e12,3.3,\n")
     lines = fit("--points", str(file), "--resamples", "100").stdout.splitlines()
     assert lines[3:5] == ["  Tokens of 2 points (not given) are FLOPs / 6 / parameters (the rule C = 6ND)", ""]
@@ -157,7 +157,7 @@ def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_sa
     assert "FLOPs 8.85e6, loss 2.000 to 2.800\n" in done.stdout
     assert "The rule C = 6ND gives 1.10 times these FLOPs" in done.stdout
     assert "The best sizes: inconclusive, because no group of 4 sizes" in " ".join(done.stdout.split())
-    said = "The law and its predictions: inconclusive, because all points have the same size;"
+    said = "The law and its predictions: inconclusive, because it needs at least 3 different sizes (given: 1)"
     assert said in " ".join(done.stdout.split())
     assert Path(chart).read_bytes().startswith(b"%PDF")
 

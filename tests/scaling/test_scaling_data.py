@@ -35,8 +35,8 @@ def test_points_of_a_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "has no data; its first line must name the columns parameters, flops, loss"),
-        ("parameters,flops,loss\n", "has no points"),
-        ("parameters,flops,loss\n1e6,6e15,nan\n", "no loss is finite"),
+        ("parameters,flops,loss\n", "no line has a finite loss"),
+        ("parameters,flops,loss\n1e6,6e15,nan\n", "no line has a finite loss"),
         ("name,loss,token,flops,parameters\n", "column token: unknown; did you mean tokens?"),
         ("n,d,l\n1,2,3\n", "column parameters: missing; there are: n, d, l"),
         ("parameters,flops,loss,loss\n1,2,3,4\n", ": column loss: named twice; "),

@@ -145,13 +145,13 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
 @pytest.mark.parametrize(
     ("points", "reason"),
     [
-        (points_of(N[:8], D[:8], loss_of(N, D)[:8]), "8 points are too few for 5 coefficients"),
-        (points_of(np.full(16, 1e9), D, loss_of(N, D)), "all points have the same size; the law needs at least 3"),
-        (points_of(N, np.full(16, 1e9), loss_of(N, D)), "all points have the same number of tokens; the law"),
+        (points_of(N[:8], D[:8], loss_of(N, D)[:8]), "its 5 coefficients need at least 9 points (given: 8)"),
+        (points_of(np.full(16, 1e9), D, loss_of(N, D)), "it needs at least 3 different sizes (given: 1)"),
+        (points_of(N, np.full(16, 1e9), loss_of(N, D)), "it needs at least 3 different numbers of tokens (given: 1)"),
         (points_of(N, D, np.full(16, 3.0)), "the loss does not change with parameters or tokens: neither exponent"),
         (points_of(N, D, 2 + 400 / D**0.3), "the loss does not change with parameters"),
-        (points_of(*grid(2, 8), loss_of(*grid(2, 8))), "there are 2 different sizes"),
-        (points_of(*grid(8, 2), loss_of(*grid(8, 2))), "there are 2 different numbers of tokens"),
+        (points_of(*grid(2, 8), loss_of(*grid(2, 8))), "at least 3 different sizes (given: 2)"),
+        (points_of(*grid(8, 2), loss_of(*grid(8, 2))), "3 different numbers of tokens (given: 2)"),
         (points_of(RAY, 20 * RAY, loss_of(RAY, 20 * RAY)), "size determines the number of tokens in all points"),
         (points_of(N, D, 2 + 0.1 * np.log(N) + 400 / D**0.3), "negative exponent of parameters"),
         pytest.param(points_of(N, D, 3 * np.exp(NOISE)), "exponent", marks=pytest.mark.slow),
