@@ -16,8 +16,6 @@ from harness.comparison.records import RunRecord
 from harness.comparison.table import LOSSES, Column, RunsTable, below_lines, cut_names, is_number, machine_of
 from harness.runs.results import Result
 
-TEMPLATE = "page.html.j2"
-
 
 def render(
     table: RunsTable,
@@ -42,7 +40,7 @@ def render(
     drawn = [chart for chart in charts if chart.curves]
     alike = [column for column in table.columns if column.is_alike]
     columns = sorted((column for column in table.columns if column not in alike), key=lambda each: _rank(each, table))
-    return environment.get_template(TEMPLATE).render(
+    return environment.get_template("page.html.j2").render(
         table=table,
         names=cut_names([record.name for record in table.records]),
         columns=columns,
