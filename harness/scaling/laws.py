@@ -211,12 +211,9 @@ def _too_little(points: Points) -> str | None:
 def _implausible(law: Law, points: Points) -> str | None:
     """Return the reason why the best fit is not credible, or None if it is credible."""
     for value, of in ((law.alpha, "parameters"), (law.beta, "tokens")):
-        if abs(value) < LEAST_EXPONENT:
-            return f"the loss does not change with {of} in the best fit: their exponent is not determined"
-        if value <= 0:
-            return f"the best fit has a negative exponent of {of} ({value:.2f}): the loss does not fall with more {of}"
-        if value > LARGEST_EXPONENT:
-            return f"the exponent of {of} is {value:.1f} in the best fit: the points do not show how the loss falls"
+        if not LEAST_EXPONENT <= value <= LARGEST_EXPONENT:
+            why = f"the points do not show how the loss falls with {of}"
+            return f"{why}: the best fit's exponent is {value:.2g}, not {LEAST_EXPONENT} to {LARGEST_EXPONENT:g}"
     if law.e < LEAST_FLOOR * points.loss.min():
         return "the best fit has no floor E: the points do not show how the loss levels off"
     if not all(np.isfinite(value) for value in law.coefficients().values()):

@@ -149,11 +149,11 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
         (points_of(np.full(16, 1e9), D, loss_of(N, D)), "it needs at least 3 different sizes (given: 1)"),
         (points_of(N, np.full(16, 1e9), loss_of(N, D)), "it needs at least 3 different numbers of tokens (given: 1)"),
         (points_of(N, D, np.full(16, 3.0)), "the loss does not change with parameters or tokens: neither exponent"),
-        (points_of(N, D, 2 + 400 / D**0.3), "the loss does not change with parameters"),
+        (points_of(N, D, 2 + 400 / D**0.3), "not show how the loss falls with parameters"),
         (points_of(*grid(2, 8), loss_of(*grid(2, 8))), "at least 3 different sizes (given: 2)"),
         (points_of(*grid(8, 2), loss_of(*grid(8, 2))), "3 different numbers of tokens (given: 2)"),
         (points_of(RAY, 20 * RAY, loss_of(RAY, 20 * RAY)), "size determines the number of tokens in all points"),
-        (points_of(N, D, 2 + 0.1 * np.log(N) + 400 / D**0.3), "negative exponent of parameters"),
+        (points_of(N, D, 2 + 0.1 * np.log(N) + 400 / D**0.3), "parameters: the best fit's exponent is -"),
         pytest.param(points_of(N, D, 3 * np.exp(NOISE)), "exponent", marks=pytest.mark.slow),
     ],
 )
