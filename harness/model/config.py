@@ -31,27 +31,10 @@ EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 
 
-class Part(BaseModel):
-    """Base class of the objects that are values in model.json, such as the value of "moe". The error for an unknown key
-    lists the known keys, except those without effect."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-    key: ClassVar[str]  # the key of model.json whose value is this object
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys(cls, raw: Any) -> Any:
-        unknown = [each for each in raw if each not in cls.model_fields] if isinstance(raw, dict) else []
-        if unknown:
-            known = ", ".join(name for name, field in cls.model_fields.items() if not field.exclude)
-            raise ValueError(f'key "{cls.key}": {quoted(unknown[0])} is not one of its keys: {known}')
-        return raw
-
-
-class DropRates(Part):
+class DropRates(BaseModel):
     """Dropout at each of the four places where GPT-2 has it."""
 
-    key: ClassVar[str] = "drop_rate"
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     embedding: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the sum of the embeddings."""
@@ -69,12 +52,12 @@ DropRate = Annotated[
 ]
 
 
-class ExpertCounts(Part):
+class ExpertCounts(BaseModel):
     """Number of experts that replace a block's feed-forward layer, and number of experts that each token goes through.
     The second number is at least 2: a single expert would always have the weight 1, from which the router would learn
     nothing."""
 
-    key: ClassVar[str] = "moe"
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     num_experts: int = Field(ge=2, le=LARGEST_EXPERTS)
     """Feed-forward layers in each block."""
