@@ -65,18 +65,14 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
     warmup_steps = config.warmup_steps or 0
     if config.warmup_period_percent is not None:
         warmup_steps = int(total_steps * config.warmup_period_percent // 100)
-    if warmup_steps > total_steps:
-        raise UserError(
-            f'train.json: key "warmup_steps": {warmup_steps} steps of warm-up are longer than the run of '
-            f"{total_steps} global steps; shorten the warm-up or make the run longer"
-        )
     decay_steps = round(total_steps * (config.decay_period_percent or 0) / 100)
     if config.decay_period_percent and total_steps > warmup_steps + 1:  # the rate falls, but not in the first step
         decay_steps = max(1, decay_steps)
     if warmup_steps + decay_steps > total_steps:
+        decay = f' and {decay_steps} of decay ("decay_period_percent")' if decay_steps else ""
         raise UserError(
-            f'train.json: keys "warmup_steps" and "decay_period_percent": {warmup_steps} + {decay_steps} steps are '
-            f"longer than the run of {total_steps} global steps; shorten one of them or make the run longer"
+            f'train.json: key "warmup_steps": {warmup_steps} steps of warm-up{decay} are longer than the run of '
+            f"{total_steps} global steps; shorten it or make the run longer"
         )
     ramp_tokens = largest_batch_tokens if config.scale_with_batch else None
     return Schedule(config.lr_schedule, total_steps, warmup_steps, decay_steps, config.min_lr_ratio, ramp_tokens)
