@@ -89,10 +89,6 @@ class ScaledSettings:
     values: dict[str, float]
     explained: tuple[str, ...] = ()
 
-    def apply(self, config: TrainConfig) -> TrainConfig:
-        """Return a copy of `config` with the scaled values."""
-        return config.model_copy(update=self.values) if self.values else config
-
 
 UNSCALED = ScaledSettings({})
 

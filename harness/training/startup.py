@@ -132,7 +132,7 @@ def prepare(
         checkpoint=path,
         meta=meta,
         is_from_notebook=is_from_notebook,
-        step_config=plan.scaled.apply(experiment.config).model_copy(update={"precision": precision}),
+        step_config=experiment.config.model_copy(update={**plan.scaled.values, "precision": precision}),
         uploads=uploads,
         changed=changed,
     )

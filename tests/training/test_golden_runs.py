@@ -180,7 +180,8 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
     layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.config.context_length)
     batches, rates = batch_schedule(config, layout), build_schedule(config, STEPS, layout.global_tokens)
     work = {"batch_tokens": layout.global_tokens, "train_tokens": batches.tokens_before(STEPS)}
-    step = OptimizerStep(model, scale_settings(config, **work, layers=model.config.n_layers).apply(config))
+    scaled = scale_settings(config, **work, layers=model.config.n_layers).values
+    step = OptimizerStep(model, config.model_copy(update=scaled))
     tokens = [1]
     for noise in np.random.default_rng(7).integers(0, 8, STEPS * 2 * 48):
         tokens.append(int(tokens[-1] * 5 + 3 + (noise if noise < 2 else 0)) % 97)
