@@ -15,8 +15,7 @@ import gpt
 from gpt import EPSILON, INIT_STD, GPTModel
 from harness.common.files import replace_text
 from harness.model import inference
-from harness.model.config import ModelConfig
-from harness.model.tensor_names import HEAD
+from harness.model.config import HEAD, ModelConfig
 from harness.model.weights import checkpoint_views
 
 OWN_TYPE = "ddp_pretrain"  # `model_type` of a model that is exported with its own code

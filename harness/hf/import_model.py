@@ -18,7 +18,8 @@ from harness.common.json_files import Count, parse_config, read_json_object
 from harness.common.messages import quoted
 from harness.data.tokenizers import END_OF_TEXT, load_tokenizer
 from harness.hf.formats import NOTEBOOK_KEYS, NOTEBOOK_PREFIX, NOTEBOOK_TYPE, TRANSPOSED, peer_names, peer_tensors
-from harness.model.tensor_names import HEAD, MODEL_JSON, WEIGHTS, check_tensors
+from harness.model.config import HEAD
+from harness.model.tensor_names import MODEL_JSON, WEIGHTS, check_tensors
 from harness.model.weights import PARTS, checkpoint_views, from_checkpoint_names, kinds_of, load_weights
 from harness.runs.trained_model import new_folder, write_model_files
 

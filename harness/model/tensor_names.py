@@ -13,9 +13,7 @@ from safetensors import SafetensorError, safe_open
 from harness.common.errors import UserError
 from harness.common.files import refuse_special
 from harness.common.messages import REASON_CHARACTERS, abbreviated
-from harness.model.config import EMBEDDING as EMBEDDING
-from harness.model.config import HEAD as HEAD
-from harness.model.config import ModelConfig
+from harness.model.config import EMBEDDING, HEAD, ModelConfig
 
 # Files in the folder of a model or of a checkpoint
 WEIGHTS, MODEL_JSON, META = "model.safetensors", "model.json", "meta.json"

@@ -15,8 +15,8 @@ from harness.common.errors import UserError
 from harness.common.files import refuse_special
 from harness.common.memory import free_memory
 from harness.common.messages import GIB
-from harness.model.config import WEIGHT_BYTES, ModelConfig
-from harness.model.tensor_names import EMBEDDING, HEAD, TensorKind, check_tensors, public_names, unreadable
+from harness.model.config import EMBEDDING, HEAD, WEIGHT_BYTES, ModelConfig
+from harness.model.tensor_names import TensorKind, check_tensors, public_names, unreadable
 
 PARTS = ("W_query", "W_key", "W_value")
 FUSED = ".att.qkv."

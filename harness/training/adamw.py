@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.distributed.world import World
-from harness.model.tensor_names import HEAD
+from harness.model.config import HEAD
 from harness.runs.optimizer_state import MOMENTS
 from harness.runs.train_config import TrainConfig
 from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
