@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from harness.data.loader import BatchLayout
@@ -73,7 +72,6 @@ COVERED: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "fp16"),
     "compile": (True,),
 }
-NO_KEYS: Mapping[str, Any] = MappingProxyType({})
 
 
 def find_device(name: str) -> GpuSpec | None:
@@ -88,9 +86,7 @@ def find_device(name: str) -> GpuSpec | None:
     return next((device for device, own, other in known if own <= words(name) <= own | other), None)
 
 
-def estimated_speed(
-    model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
-) -> float | str:
+def estimated_speed(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any]) -> float | str:
     """Return the estimated speed of compiled training in 16-bit precision, in tokens per second of all GPUs of one
     machine together, or the reason why there is no estimate. `train` is train.json's content; keys that it lacks have
     their defaults."""

@@ -76,14 +76,13 @@ def plan_speed(
     if measured.tokens_per_second is not None:
         return measured
     reported = None if device else _reported_speed(experiment, layout, own)
-    return reported or estimated(experiment, layout, own or meant) or measured
+    target = own or meant
+    return reported or (measured if target is None else estimated(experiment, layout, target))
 
 
-def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed | None:
+def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec) -> PlannedSpeed:
     """Return the estimated speed on `device`, or a PlannedSpeed without a number if the estimate does not cover this
-    case. Returns None if `device` is None."""
-    if device is None:
-        return None
+    case."""
     train = experiment.config.model_dump(mode="json")
     found = estimated_speed(experiment.model, device, layout, train)
     if isinstance(found, str):

@@ -111,7 +111,7 @@ def test_no_speed_is_estimated_where_launching_kernels_takes_longest() -> None:
     matrices."""
     tiny = changed(n_layers=2, emb_dim=128, n_heads=2, context_length=128, vocab_size=4096)
     layout, h100 = BatchLayout(1, 1, 4, 128), device("H100")
-    assert estimated_speed(tiny, h100, layout) == (
+    assert estimated_speed(tiny, h100, layout, {}) == (
         "launching the kernels of a step (about 110, 1.2 ms) takes longer than running them; only a measurement gives "
         "the speed"
     )
