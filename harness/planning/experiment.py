@@ -353,15 +353,13 @@ class Experiment:
         windows = self.window_order(split_tokens).windows
         if min(windows) < 1:
             part = [*config.dataset_weights][windows.index(0)]
-            after, keys = "", "context_length"
-            if config.start_train_token:
-                after = f'after its first {config.start_train_token:,} tokens (train.json: "start_train_token") '
-                keys = "start_train_token or context_length"
+            keys = "start_train_token or context_length" if config.start_train_token else "context_length"
             raise UserError(
-                f"the train split of {part} is too short: {after}there is no sequence of {self.model.context_length:,} "
-                f"tokens and their targets; lower {keys}, or make the dataset of more text"
+                f"the train split of {part} is too short: after its first {config.start_train_token:,} tokens there is "
+                f"no sequence of {self.model.context_length:,} tokens and their targets; lower {keys}, or make the "
+                "dataset of more text"
             )
-        start, batches = config.start_train_token + done_tokens, self.batches(layout, done_tokens)
+        batches = self.batches(layout, done_tokens)
         available = self.available_tokens(split_tokens) - done_tokens
         if wanted == -1:
             exhausted = done_tokens > 0 and available - 1 < batches.tokens_before(1)
@@ -373,11 +371,10 @@ class Experiment:
         except UserError as error:
             keys = "the batch" if wanted == -1 else f"{config.budget_key} or the batch"
             keys = f"start_train_token or {keys}" if config.start_train_token else keys
-            where = f"from token {start:,} on"
-            if isinstance(config.epochs, float) or len(split_tokens) > 1:
-                passes = config.epochs if isinstance(config.epochs, float) else 1.0
-                where = f"in {passes:g} epoch{'' if passes == 1 else 's'}"
-                where += f" after {done_tokens:,} tokens" if done_tokens else ""
+            passes = config.epochs if isinstance(config.epochs, float) else 1.0
+            where = f"in {passes:g} epoch{'' if passes == 1 else 's'}"
+            start = config.start_train_token + done_tokens
+            where += f" after {start:,} tokens" if start else ""
             raise UserError(
                 f"the train split of {config.data_name} is too short: {where}, training {error}; lower {keys}, or "
                 'allow more passes over it with "epochs"'
