@@ -153,15 +153,13 @@ class Plan:
         free = shutil.disk_usage(run.checkpoints if run.checkpoints.exists() else run.path).free
         if self.position is None or self.disk_bytes() <= free:
             return None
-        count, added, keep = self.checkpoints(), self.added_checkpoints(), self.config.keep_checkpoints
+        count, added = self.checkpoints(), self.added_checkpoints()
         needed, available = distinct_sizes(self.disk_bytes(), free)
         room = f" (at most {added:,} more on the disk at a time)" if added < count else ""
-        # With keep_checkpoints 1 there may still be five, and with any checkpoint_interval two.
-        remedies = [f"{'set' if keep is None else 'lower'} keep_checkpoints in train.json"] if added > 5 else []
-        remedies += ["raise checkpoint_interval"] if added == count > 2 else []
         return (
-            f"the run needs {needed} for {counted(count, 'checkpoint')}{room}, but {available} are free; "
-            f"{', '.join([*remedies, 'free some space'])}, or use another disk (--runs-dir)"
+            f"the run needs {needed} for {counted(count, 'checkpoint')}{room}, but {available} are free; free "
+            "some space, keep fewer (train.json: keep_checkpoints, checkpoint_interval), or use another disk "
+            "(--runs-dir)"
         )
 
     def check_disk(self, run: RunDirectory) -> None:
