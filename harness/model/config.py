@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
-from harness.common.messages import counted, quoted
 
 HEAD_DIM_OF_DEPTH = 64
 DEPTH = "Replaces n_layers, n_heads and emb_dim: depth d means d layers, d heads and a width of 64 d."
@@ -19,11 +18,6 @@ DEPTH = "Replaces n_layers, n_heads and emb_dim: depth d means d layers, d heads
 LARGEST_PARAMETERS = 10**13
 WEIGHT_BYTES = 4  # of a weight in fp32
 LARGEST_LAYERS = 10_000
-LARGEST_LISTED = 64  # the largest n_kv_heads that an error message suggests
-SIZES = (  # the keys that the error for too many parameters names
-    *("vocab_size", "context_length", "emb_dim", "n_layers"),
-    *("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding"),  # null if not used
-)
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864
 LARGEST_EXPERTS = 1024
 EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
@@ -313,12 +307,9 @@ def _faults(config: ModelConfig) -> Iterator[str]:
     """Yield an error message with a remedy for each impossible combination of keys."""
     width, heads, kv_heads = config.emb_dim, config.n_heads, config.n_kv_heads
     if config.head_dim is None and width % heads:
-        below = width // heads * heads
-        nearest = " or ".join(str(multiple) for multiple in (below, below + heads) if multiple)
-        yield f'key "emb_dim": {width} is not a multiple of n_heads ({heads}); use {nearest}, or give head_dim'
+        yield f'key "emb_dim": {width} is not a multiple of n_heads ({heads}); change one of them, or give head_dim'
     if kv_heads is not None and heads % kv_heads:
-        divisors = ", ".join(str(each) for each in range(1, min(heads, LARGEST_LISTED) + 1) if heads % each == 0)
-        yield f'key "n_kv_heads": {kv_heads} does not divide n_heads ({heads}); use one of {divisors}'
+        yield f'key "n_kv_heads": {kv_heads} does not divide n_heads ({heads}); use a divisor of it'
     if config.position == "rope" and config.head_width % 2:
         odd = f'key "position": "rope" rotates pairs of dimensions, and a head has {config.head_width}, an odd number'
         yield f"{odd}; make head_dim even, or change emb_dim or n_heads"
@@ -331,14 +322,12 @@ def _faults(config: ModelConfig) -> Iterator[str]:
         yield 'key "norm_gain": belongs with "norm": "rmsnorm" or "qk_norm": true; remove it, or change one of them'
     tables, layers = config.value_embeddings, config.n_layers
     if tables is not None and tables != layers and 2 * tables > layers:
-        blocks = counted(layers, "block")
-        too_many = f"{tables} tables, for the first and the last {tables} blocks, are too many for {blocks}"
-        fewer = f"at most {layers // 2}, or " if layers > 1 else ""
-        yield f'key "value_embeddings": {too_many}; use {fewer}{layers} (one for each block)'
+        needed = f"{tables} tables need {tables} blocks, or at least {2 * tables}, and n_layers is {layers}"
+        yield f'key "value_embeddings": {needed}; change one of them'
     if config.parameters > LARGEST_PARAMETERS:
-        *sizes, last = (quoted(key) for key in SIZES if getattr(config, key) is not None)
+        keys = 'keys "vocab_size", "context_length", "emb_dim", "n_layers", "mlp_dim", "head_dim", "value_embeddings"'
         number = f"a model of {config.parameters:,} parameters; the limit is {LARGEST_PARAMETERS:,}; lower one of them"
-        yield f"keys {', '.join(sizes)} and {last}: {number}"
+        yield f'{keys} and "bigram_embedding": {number}'
 
 
 def load_model_config(path: Path) -> ModelConfig:

@@ -44,8 +44,8 @@ def test_impossible_values_of_model_json(model: WriteModel, key: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "key", "remedy"),
     [
-        ({"emb_dim": 770}, "emb_dim", "use 768 or 780"),
-        ({"n_kv_heads": 5}, "n_kv_heads", "use one of 1, 2, 3, 4, 6, 12"),
+        ({"emb_dim": 770}, "emb_dim", "is not a multiple of n_heads (12)"),
+        ({"n_kv_heads": 5}, "n_kv_heads", "does not divide n_heads (12); use a divisor"),
         ({"position": "rope", "head_dim": 63}, "position", "make head_dim even"),
         ({"position": "rope", "emb_dim": 780}, "position", "make head_dim even"),
         ({"rope_base": 10_000.0}, "rope_base", 'belongs with "position": "rope"; remove it'),
@@ -62,8 +62,8 @@ def test_impossible_values_of_model_json(model: WriteModel, key: str) -> None:
         ({"bigram_embedding": 1}, "bigram_embedding", "greater than or equal to 2"),
         ({"value_embeddings": 0}, "value_embeddings", "greater than or equal to 1"),
         ({"value_embeddings": True}, "value_embeddings", "valid integer"),
-        ({"value_embeddings": 7}, "value_embeddings", "at most 6, or 12 (one for each block)"),
-        ({"n_layers": 1, "value_embeddings": 2}, "value_embeddings", "use 1 (one for each block)"),
+        ({"value_embeddings": 7}, "value_embeddings", "7 blocks, or at least 14, and n_layers is 12"),
+        ({"n_layers": 1, "value_embeddings": 2}, "value_embeddings", "and n_layers is 1; change one of them"),
         ({"initialisation": "zero"}, "initialisation", "'gpt2' or 'zero_residual'"),
         ({"mlp": "geglu"}, "mlp", "'swiglu'"),
         ({"drop_rate": {"attention": 0.1}}, "drop_rate.attention", "unknown; remove it"),
