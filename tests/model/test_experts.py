@@ -205,17 +205,6 @@ def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
             assert not parameter.grad.any(), name
 
 
-# Counts and names
-
-
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=str)
-def test_active_parameters_are_all_but_the_idle_experts(kind: dict[str, Any]) -> None:
-    config = shape(moe=MOE, **kind)
-    sizes = {name: each.numel() for name, each in GPTModel(config).named_parameters()}
-    idle = [size for name, size in sizes.items() if any(f".experts.{number}." in name for number in (2, 3, 4))]
-    assert config.active_parameters == config.parameters - sum(idle)
-
-
 def test_training_in_groups_does_not_read_the_loads_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped products, which GPUs use, give the same loss and loads in training as products of one expert after the
     other. They never call `experts_one_by_one`, because a GPU would have to copy the experts' loads to the CPU for
