@@ -97,17 +97,4 @@ def _place() -> str:
     return ""
 
 
-HIDDEN: dict[str, Any] = {"__name__": "sitecustomize"}  # lives as long as the process, like a module's variables
-
-
-def run_hidden(own: str) -> None:
-    """Run the sitecustomize.py that Python would have run without the one at `own`, if there is any."""
-    for folder in sys.path:
-        path = os.path.join(folder, "sitecustomize.py")
-        if path != own and os.path.isfile(path):
-            with open(path) as file:
-                exec(compile(file.read(), path, "exec"), HIDDEN)
-            return
-
-
 ORIGIN = __file__  # each copy sets this to the path of the original

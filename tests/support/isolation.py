@@ -78,7 +78,7 @@ def _guard() -> None:
     source = Path(guard.__file__).read_text()
     source += f"\n\nORIGIN = {guard.__file__!r}\nwatch({forbidden!r}, {str(_REPORT)!r}, {REQUIRED!r})\n"
     _GUARD.mkdir()
-    (_GUARD / "sitecustomize.py").write_text(source + "run_hidden(__file__)\n")
+    (_GUARD / "sitecustomize.py").write_text(source)
     guard.watch(forbidden, str(_REPORT), REQUIRED)
 
 

@@ -111,15 +111,6 @@ def test_no_device_is_in_sight(tmp_path: Path) -> None:
     assert finish([Workshop(tmp_path).fork([str(script)], {})], expect=0, timeout=60).stdout == "0 ''\n"
 
 
-def test_the_hidden_sitecustomize_still_runs(tmp_path: Path) -> None:
-    """If the tests' sitecustomize.py hides another one, the other still runs. The variables of the other live as long
-    as the process, like those of a module."""
-    made = "import sys, weakref\nclass Made:\n    pass\nmade = Made()\nsys.found = weakref.ref(made)\n"
-    (tmp_path / "sitecustomize.py").write_text(made)
-    check = "import sys; assert sys.found()"
-    subprocess.run([sys.executable, "-c", check], env=os.environ | on_path(tmp_path), check=True, timeout=60)
-
-
 def test_shipped_runs_are_as_nobody_has_trained_them() -> None:
     names = {path.name for path in SHIPPED_RUNS.rglob("*") if path.is_file()}
     assert names == {"model.json", "train.json", "reported.json"}
