@@ -85,12 +85,6 @@ def test_links_lead_to_files_and_headings(document: Path) -> None:
         assert not fragment or fragment in anchors_of(path), target
 
 
-def test_headings_become_anchors_as_on_github() -> None:
-    assert anchor("Which model follows instructions better?") == "which-model-follows-instructions-better"
-    assert anchor("What is the same, and where") == "what-is-the-same-and-where"
-    assert anchor("`train.json`: every key") == "trainjson-every-key"
-
-
 def test_every_page_is_reached_from_the_readme() -> None:
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in links_of(ROOT / "README.md")}
     assert {path.resolve() for path in DOCUMENTS} - {(ROOT / "README.md").resolve()} <= linked
