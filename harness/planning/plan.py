@@ -216,8 +216,6 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         missing = next(name for name in config.dataset_weights if not is_present(folder, name, experiment.splits))
         hint = did_you_mean(folder, missing) or ", so the plan is not checked against its tokens"
         remark = f"{missing} is not in {folder}{hint}"
-        if not folder.is_dir():
-            remark = f"there is no folder {folder} (DATASETS_DIR); training makes it and puts {config.data_name} there"
         if config.min_train_tokens != -1:
             position = experiment.position(layout, [COUNTABLE] * len(config.dataset_weights), meta, budget)
     plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark, order=order)
