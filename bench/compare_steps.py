@@ -31,7 +31,7 @@ import numpy as np
 # `python bench/...` puts bench/ on the path, not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.gpu.workbench import write_dataset, write_run
+from bench.gpu.workbench import ROOT, write_dataset, write_run
 from harness.common.libraries import SETTINGS
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.train_config import load_train_config
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
 LEARNING_RATE = 4e-4
 OWN = "ddp-pretrain"
 
