@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import click
+import psutil  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,18 +69,11 @@ save_file({"tokens": tokens}, target)
 def watch_memory(process: subprocess.Popen[bytes]) -> float:
     """Wait for a process to end. Return the peak memory of the process and its descendants together, in MiB: the
     largest sum of their proportional set sizes (Pss), in which a page that n processes share counts 1/n."""
-    peak = 0.0
+    peak, parent = 0.0, psutil.Process(process.pid)
     while process.poll() is None:
-        pids, total = [process.pid], 0.0
-        while pids:
-            pid = pids.pop()
-            try:
-                status = Path(f"/proc/{pid}/smaps_rollup").read_text()
-                total += int(status.partition("\nPss:")[2].split()[0]) / 1024
-                pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            except (OSError, IndexError, ValueError):
-                continue
-        peak = max(peak, total)
+        with suppress(psutil.Error):  # one of them has ended
+            family = [parent, *parent.children(recursive=True)]
+            peak = max(peak, sum(each.memory_full_info().pss for each in family) / 2**20)
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.25)  # more frequent reading would take time from the measured program
     return peak
