@@ -198,8 +198,6 @@ class FakeHub:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def __init__(self, hub: FakeHub) -> None:
         self.hub = hub
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -140,8 +140,6 @@ class FakeJudge:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def __init__(self, judge: FakeJudge) -> None:
         super().__init__(("127.0.0.1", judge.port), _Handler)
         self.judge = judge
