@@ -116,10 +116,9 @@ def check_fixed_keys(meta: CheckpointMeta, path: Path, train: Mapping[str, Any])
     for key, default in FIXED_KEYS.items():
         then, today = meta.train.get(key, default), train[key]
         if then != today:
-            other = ', or let another run start from its weights ("initial_weights")' if key == "optimizer" else ""
             raise UserError(
                 f'{path}: made with "{key}": {json.dumps(then)}, but train.json has {json.dumps(today)}; restore the '
-                f"old value, {'' if other else 'or '}use --restart{other}"
+                'old value, use --restart, or let another run start from its weights ("initial_weights")'
             )
 
 
