@@ -19,10 +19,10 @@ from gpt import GPTModel, bigram_buckets
 from harness.data.loader import Microbatch
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import window_losses
-from harness.model import cross_entropy
-from harness.model.cross_entropy import CHUNK_LOGITS, OPERATION, fused_kernel
+from harness.model.cross_entropy import OPERATION
 from harness.model.inference import NO_TOKEN, KeyValueCache
 from harness.model.precision import Precision
+from tests.model.test_linear_cross_entropy import compiled_kernels as compiled_kernels
 from tests.model.test_model import block_of, random_model, random_tokens, shape
 
 # Name -> keys of model.json, for each lever alone.
@@ -319,12 +319,9 @@ def test_half_precision_is_near_fp32(changes: dict[str, Any], dtype: torch.dtype
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
-def trace(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+def trace(model: GPTModel) -> list[torch.fx.GraphModule]:
     """Set up `model` to be compiled at its next forward pass, and return the list to which that pass adds the graphs.
     The graphs run as they were traced. This is quick, because no machine code is generated."""
-    torch._dynamo.reset()
-    kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(cross_entropy, "_compile", lambda: kernel)
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
@@ -345,17 +342,14 @@ def trace(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Gra
     ],
     ids=["all, with several chunks of logits", "experts, tied"],
 )
-def test_a_compiled_model_is_one_graph_with_the_same_gradients(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_model_is_one_graph_with_the_same_gradients(changes: dict[str, Any], compiled_kernels: None) -> None:
     """A compiled model is one graph with one loss, and has the gradients of the uncompiled model. The chunks of logits
     are unequal. The widths of experts are no multiple of eight, so that they are padded, and blocks with experts are
     recomputed in the backward pass. A different load of the experts does not compile the model again."""
     model = random_model(shape(**changes), recompute_blocks="moe" in changes)
     model.moe_router_loss_scale = 0.1
     plain = copy.deepcopy(model)
-    graphs = trace(model, monkeypatch)
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 1152)
+    graphs = trace(model)
     for seed in (3, 5):
         tokens, targets = random_tokens(model.config, 5, seed=seed), random_tokens(model.config, 5, seed=4)
         ours, theirs = (each(tokens, targets) for each in (model, plain))
@@ -368,7 +362,6 @@ def test_a_compiled_model_is_one_graph_with_the_same_gradients(
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
     (graph,) = graphs
     assert len([node for node in graph.graph.nodes if "linear_cross_entropy" in str(node.target)]) == 1
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("place", ["embedding", "attention_weights", "attention_output", "mlp_output"])

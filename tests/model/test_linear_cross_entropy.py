@@ -226,7 +226,7 @@ def test_chunks_are_whole_tiles_and_nearly_equal(rows: int) -> None:
 @pytest.fixture
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile the kernel with the backend "aot_eager", which is fast because it only traces and generates no machine
-    code."""
+    code. Chunks have 128 rows of up to 1,152 logits."""
     torch._dynamo.reset()
     kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(cross_entropy, "_compile", lambda: kernel)
