@@ -328,16 +328,9 @@ class Experiment:
             return sys.maxsize
         return order.available(epochs or 1.0) * self.model.context_length + 1
 
-    def position(
-        self,
-        layout: BatchLayout,
-        split_tokens: Sequence[int],
-        meta: CheckpointMeta | None,
-        budget: Budget | None = None,
-    ) -> Position:
+    def position(self, layout: BatchLayout, split_tokens: Sequence[int], meta: CheckpointMeta | None) -> Position:
         """Return the global steps still to do after the checkpoint that `meta` describes (None: from the start of the
-        run), for train splits of `split_tokens` tokens. `budget` is the result of the method of the same name. If it is
-        None, that method is called.
+        run), for train splits of `split_tokens` tokens.
 
         Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
         neither repeats nor skips a token.
@@ -346,7 +339,7 @@ class Experiment:
         """
         config = self.config
         done_steps, done_tokens = (meta.global_step + 1, meta.tokens_seen) if meta else (0, 0)
-        budget = budget or self.budget(layout, meta)
+        budget = self.budget(layout, meta)
         wanted = config.min_train_tokens if budget is None else budget.tokens
         assert wanted is not None, "every budget except min_train_tokens is converted to tokens"
         windows = self.window_order(split_tokens).windows

@@ -205,7 +205,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         experiment.check_validation_slice(data)
         data.check_token_ids(experiment.splits, model.vocab_size)
         split_tokens = data.lengths("train")
-        position = experiment.position(layout, split_tokens, meta, budget)
+        position = experiment.position(layout, split_tokens, meta)
         order = experiment.window_order(split_tokens)
         remark = None if meta else _unused_vocabulary(model, data)
     else:
@@ -217,7 +217,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         hint = did_you_mean(folder, missing) or ", so the plan is not checked against its tokens"
         remark = f"{missing} is not in {folder}{hint}"
         if config.min_train_tokens != -1:
-            position = experiment.position(layout, [COUNTABLE] * len(config.dataset_weights), meta, budget)
+            position = experiment.position(layout, [COUNTABLE] * len(config.dataset_weights), meta)
     plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark, order=order)
     if meta is not None:
         # Seconds without a recorded price cost today's price, as in training's Clock.

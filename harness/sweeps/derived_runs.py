@@ -105,11 +105,9 @@ class DerivedRun:
         with explained(f"{self.name}: "):
             experiment.check_together()
             layout = experiment.layout(1)
-            budget = experiment.budget(layout, None)
-            unknown = (None, -1) if train_tokens is None else (None,)
-            if budget is not None or self.train_config.min_train_tokens not in unknown:
+            if train_tokens is not None or self.train_config.min_train_tokens != -1:
                 enough = [COUNTABLE] * len(self.train_config.dataset_weights)
-                return experiment.position(layout, train_tokens or enough, None, budget).total_steps
+                return experiment.position(layout, train_tokens or enough, None).total_steps
         return 0
 
 
