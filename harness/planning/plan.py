@@ -312,9 +312,8 @@ def describe_plan(
             f"= {counted(layout.global_tokens // layout.context_length, 'sequence')} = {layout.global_tokens:,} tokens"
         )
     rows.append(("global batch", "\n".join(batches)))
-    largest = max((layout for _, layout in plan.stages), key=lambda each: each.accumulation_steps)
     is_for_gpu = speed.device is not None or memory_gib is not None
-    if is_for_gpu and (needed := step_bytes(model, config, largest)) is not None:
+    if is_for_gpu and (needed := step_bytes(model, config, plan.layout)) is not None:
         of = "" if memory_gib is None else f" of {memory_gib:g}"
         rows.append(("memory", f"{needed / GIB:.1f}{of} GiB on each GPU (estimated; -f measures it)"))
     if config.shard_optimizer:
