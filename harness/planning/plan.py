@@ -29,7 +29,6 @@ from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
 from harness.runs.budget import COUNTABLE, Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, upgrade_notebook_meta
 from harness.runs.checkpoints import list_checkpoints, open_start
-from harness.runs.directory import RunDirectory
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.throughput import cost, cost_by_phase
 from harness.runs.train_config import TrainConfig
@@ -146,9 +145,10 @@ class Plan:
         """Return the number of free bytes that the plan's checkpoints need."""
         return self.added_checkpoints() * self.checkpoint_bytes()
 
-    def disk_shortage(self, run: RunDirectory) -> str | None:
+    def disk_shortage(self) -> str | None:
         """Return a message with a remedy if the disk of the run's checkpoints cannot hold them. Return None if it can,
         or if their number is unknown."""
+        run = self.experiment.run
         # `checkpoints` may be a link to another disk
         free = shutil.disk_usage(run.checkpoints if run.checkpoints.exists() else run.path).free
         if self.position is None or self.disk_bytes() <= free:
@@ -162,10 +162,10 @@ class Plan:
             "(--runs-dir)"
         )
 
-    def check_disk(self, run: RunDirectory) -> None:
+    def check_disk(self) -> None:
         """Raise UserError if the disk of the run's checkpoints cannot hold them."""
-        if shortage := self.disk_shortage(run):
-            raise UserError(f"{run.path}: {shortage}")
+        if shortage := self.disk_shortage():
+            raise UserError(f"{self.experiment.run.path}: {shortage}")
 
     def seconds(self, speed: PlannedSpeed) -> dict[str, float]:
         """Return the seconds of "training" and of "validation", by these names. Benchmarks, start-up and the saving of
@@ -472,6 +472,6 @@ def print_plan(
     plan = checked_plan(experiment, checkpoint, ranks, restart=options.restart, mirrored=mirrored)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)
     # If another machine is assumed, the disk of this one does not matter.
-    shortage = None if assumed or said else plan.disk_shortage(experiment.run)
+    shortage = None if assumed or said else plan.disk_shortage()
     notes = [note for note in (plan.dataset_remark, shortage) if note]
     print(describe_plan(plan, speed, machine=said, memory_gib=memory, mirrored=mirrored, notes=notes), flush=True)

@@ -105,7 +105,7 @@ def prepare(
         clock.add(meta.seconds, meta.costs)
     # make_plan also checks the run.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
-    world.on_rank0(lambda: plan.check_disk(run))
+    world.on_rank0(plan.check_disk)
     assert plan.position is not None, "the dataset is here"
     if not plan.position.is_finished or plan.unfinished_work:
         world.on_rank0(lambda: check_ceilings(experiment, clock, meta))

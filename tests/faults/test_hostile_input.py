@@ -107,7 +107,7 @@ def test_train_json(shop: Workshop, exhaustive: bool) -> None:
         def plan(world_size: int) -> None:  # as --plan does
             made = make_plan(experiment, world_size, None)
             assert "tokens" in describe_plan(made, PlannedSpeed(1000.0, "assumed"))
-            made.check_disk(experiment.run)
+            made.check_disk()
 
         for world_size in (1, 8):
             line_of(partial(plan, world_size))

@@ -209,18 +209,18 @@ def test_a_disk_too_small_is_refused(shop: Workshop, tmp_path: Path, monkeypatch
     free = planned.disk_bytes()
     assert planned.checkpoints() == 10
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    planned.check_disk(RunDirectory(run))
+    planned.check_disk()
     free -= 1
     words = (
         rf"^{re.escape(str(run))}: the run needs ([\d,]+) bytes for 10 checkpoints, but (?!\1)[\d,]+ bytes.*keep fewer"
     )
     with pytest.raises(UserError, match=words):
-        planned.check_disk(RunDirectory(run))
+        planned.check_disk()
     (tmp_path / "elsewhere").mkdir()
     (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
     spaces = {run / "checkpoints": free + 1, run: 0}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=spaces[path]))
-    planned.check_disk(RunDirectory(run))
+    planned.check_disk()
     shop.add_run("kept", model={"emb_dim": 512}, checkpoint_interval=1, keep_checkpoints=2)
     smaller = make_plan(experiment_of(shop, "kept"), 2, None)
     # two kept, best, latest, one being written, and after a stop the one that the run continued from
@@ -229,7 +229,7 @@ def test_a_disk_too_small_is_refused(shop: Workshop, tmp_path: Path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     assert re.search(
         r"[\d.]+ MiB for [\d,]+ checkpoints \(at most 6 more on the disk at a time\), but 0\.00 MiB are free;",
-        str(smaller.disk_shortage(RunDirectory(run))),
+        str(smaller.disk_shortage()),
     )
 
 
