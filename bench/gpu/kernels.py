@@ -112,11 +112,11 @@ def measure_attention(bench: Workbench) -> None:
         qkv.grad = None
 
 
-def share_dropped(rate: float, heads: int = 512, size: int = 64) -> float:
+def share_dropped(rate: float, heads: int) -> float:
     """Return the share of attention weights that dropout actually drops. All weights are equal and the values are an
     identity matrix, so the output is zero where a weight was dropped."""
-    zeros = torch.zeros(1, heads, size, size, device=DEVICE, dtype=torch.bfloat16)
-    identity = torch.eye(size, device=DEVICE, dtype=torch.bfloat16).expand(1, heads, size, size).contiguous()
+    zeros = torch.zeros(1, heads, 64, 64, device=DEVICE, dtype=torch.bfloat16)
+    identity = torch.eye(64, device=DEVICE, dtype=torch.bfloat16).expand_as(zeros).contiguous()
     return (F.scaled_dot_product_attention(zeros, zeros, identity, dropout_p=rate) == 0).float().mean().item()
 
 

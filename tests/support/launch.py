@@ -122,19 +122,17 @@ class Workshop:
         """Start one of the repository's scripts in a process that has already imported torch."""
         return warm_server().spawn(command, self.path, self.variables(variables), prelude, draws=self.draws)
 
-    def torchrun(
-        self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = PATIENCE_SECONDS
-    ) -> Result:
-        """Run ddp_train.py under the real torchrun. torchrun is a forked process, and forks its ranks."""
+    def torchrun(self, *arguments: str, expect: int | None = 0) -> Result:
+        """Run ddp_train.py on two ranks under the real torchrun. torchrun is a forked process, and forks its ranks."""
         launcher = self.path / "torchrun"
         launcher.write_text(TORCHRUN)
-        command = [str(launcher), "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "ddp_train.py")]
+        command = [str(launcher), "--standalone", "--nproc_per_node=2", str(ROOT / "ddp_train.py")]
         process = self.fork([*command, *self._arguments(arguments)], {}, FORK_PYTHONS)
-        return finish([process], expect=expect, timeout=timeout)
+        return finish([process], expect=expect, timeout=PATIENCE_SECONDS)
 
-    def start_processes(self, *arguments: str, ranks: int = 2) -> Process:
-        """Start ddp_train.py with --processes as a user does. Each rank starts Python and imports torch itself."""
-        command = [sys.executable, str(ROOT / "ddp_train.py"), *self._arguments(arguments), "--processes", str(ranks)]
+    def start_processes(self, *arguments: str) -> Process:
+        """Start ddp_train.py with --processes 2 as a user does. Each rank starts Python and imports torch itself."""
+        command = [sys.executable, str(ROOT / "ddp_train.py"), *self._arguments(arguments), "--processes", "2"]
         return self.spawn(command, {})
 
     def script(self, name: str, *arguments: str) -> Result:
