@@ -108,10 +108,9 @@ def with_texts(folder: Path) -> Preparer:
     return Preparer(folder)
 
 
-def write_json_lines(path: Path, documents: Sequence[str]) -> Path:
+def write_json_lines(path: Path, documents: Sequence[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    return path
 
 
 def parquet(documents: Sequence[str | None]) -> bytes:
