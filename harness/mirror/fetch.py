@@ -97,15 +97,9 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
     one that the run would continue from. Checkpoints that the run has abandoned by going back are ignored. Raises
     RunError if the mirror cannot be read, and UserError if another machine has set the run's latest checkpoint aside.
     """
-    try:
-        files = without_left(run, mirror.files())
-        found = newest_in_mirror(mirror, files)
-    except Exception as error:
-        raise RunError(
-            f"mirror {mirror.name}: cannot be read: {reason_of(error)}; try again, or train without it "
-            "(ddp_train.py --mirror none)"
-        ) from None
+    files = without_left(run, retried(mirror, mirror.files))
     refuse_if_set_aside(run, mirror, files)
+    found = retried(mirror, partial(newest_in_mirror, mirror, files))
     return found if found and recency(found[0]) > recency(_local_name(run)) else None
 
 
