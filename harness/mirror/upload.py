@@ -19,7 +19,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from harness.common.errors import UserError, signals_to
-from harness.common.messages import GIB
+from harness.common.files import version_of
+from harness.common.messages import GIB, abbreviated, counted
 from harness.mirror.fetch import (
     ASIDE,
     RESULTS_ASIDE,
@@ -59,7 +60,7 @@ class Uploads:
         self.lost = False  # another machine has taken the run
         self._whole: set[str] = set()  # checkpoints that are known to be whole in the mirror
         self.damaged: set[str] = set()  # checkpoints that cannot be verified here, so that the mirror's copies are kept
-        self._versions: dict[str, tuple[int, int]] = {}  # size and time of the files that this process has sent
+        self._versions: dict[str, str] = {}  # of the files that this process has sent
         self._sent_bytes = 0  # by this process, for the progress bar
         self._in_flight = 0  # size of the file that is being sent; not every library reports its progress
         self._is_first = True
@@ -92,13 +93,12 @@ class Uploads:
         self._closing = True
         self.send_now()
         bar: tqdm | None = None
-        is_told = False
         last, since = self._sent_bytes, time.monotonic()
         asked: list[int] = []  # signals that ask this process to stop
         with signals_to(lambda number, _: asked.append(number)):
             while not self._ended.wait(0.1) and not asked:
-                if not is_told and time.monotonic() - since > 1.0:
-                    is_told, bar = True, self._bar()
+                if bar is None and time.monotonic() - since > 1.0:
+                    bar = self._bar()
                 if self._sent_bytes > last:
                     if bar is not None:
                         bar.update(self._sent_bytes - last)
@@ -113,16 +113,15 @@ class Uploads:
         """Print on standard error what is missing from the mirror, if the thread has not sent everything."""
         missing = [] if self._mirror is None else self.missing()
         if missing and not (self._ended.is_set() and not self.lost):
-            names = ", ".join([*missing[:3], *(["..."] if len(missing) > 3 else [])])
             command = f"mirror.py push {self.run.path.name} {shlex.quote(self.mirror.url)}"
             if (runs := self.run.path.parent) != Path("runs"):
                 command += f" --runs-dir {shlex.quote(str(runs))}"
-            self._say(f"not in the mirror: {names}; `uv run {command}` sends the rest")
+            self._say(f"not in the mirror: {abbreviated(missing, 3)}; `uv run {command}` sends the rest")
 
     def missing(self) -> list[str]:
         """Return the names of what must still be sent: of the newest and the best checkpoint, and of small files."""
-        changed = [name for name, path in self._small_files() if self._versions.get(name) != version(path)]
-        return [*(path.name for path in self._wanted() if path.name not in self._whole | self.damaged), *changed]
+        changed = [name for name, path in self._small_files() if self._versions.get(name) != version_of(path.stat())]
+        return [*(path.name for path in self._unsent()), *changed]
 
     def verify(self) -> None:
         """Add the newest and the best checkpoint to `damaged`, with a warning for each, if they are damaged or have no
@@ -149,7 +148,7 @@ class Uploads:
             self._is_first = False
         self._whole = {path.name for path in self._wanted() if self._is_whole(path, there)}
         self._delete_incomplete(there)
-        while todo := [path for path in self._wanted() if path.name not in self._whole | self.damaged]:
+        while todo := self._unsent():
             self._send_checkpoint(todo[0], there)  # then look again: a newer one may have been saved
         for name, path in self._small_files():
             self._send_small(name, path)
@@ -196,6 +195,9 @@ class Uploads:
         newest = [path for path in known if path.name == latest.name] or known[-1:]
         return list(dict.fromkeys([*newest, *(path for path in known if path.name == best.name)]))
 
+    def _unsent(self) -> list[Path]:
+        return [path for path in self._wanted() if path.name not in self._whole | self.damaged]
+
     def _is_whole(self, path: Path, there: dict[str, int]) -> bool:
         """Return True if the mirror has a checkpoint as it is in the run's folder: every file with its size, and an
         identical meta.json, which has the hashes. The files are checked in every pass, because they can be lost or
@@ -223,11 +225,12 @@ class Uploads:
                 self.mirror.delete(f"checkpoints/{path.name}/{META}")  # not whole until the last file is sent
             for file in files:
                 remote = f"checkpoints/{path.name}/{file.name}"
-                is_there = self._versions.get(remote) == version(file) and there.get(remote) == file.stat().st_size
+                status = file.stat()
+                is_there = self._versions.get(remote) == version_of(status) and there.get(remote) == status.st_size
                 if file.name != META and not is_there:
                     self._send(remote, file)
-                    self._versions[remote] = version(file)
-                    sent += file.stat().st_size
+                    self._versions[remote] = version_of(status)
+                    sent += status.st_size
             self._send_small(self.run.metrics.name, self.run.metrics)
             if self.lease is not None:
                 self.lease.check()  # another machine may have taken the run during a long upload
@@ -260,7 +263,7 @@ class Uploads:
     def _send_small(self, name: str, path: Path) -> None:
         """Send a small file if it exists and has changed since it was sent. The file may grow during this call."""
         with suppress(FileNotFoundError):
-            found = version(path)
+            found = version_of(path.stat())
             if self._versions.get(name) != found:
                 content = path.read_bytes()
                 self.mirror.write(name, content)
@@ -321,7 +324,7 @@ class Uploads:
         """Once the newest and the best checkpoint are sent or damaged here, delete all others but the newest `keep`
         (None: all). Those set aside stay."""
         wanted = {path.name for path in self._wanted()}
-        if self.keep is None or not wanted <= self._whole | self.damaged:
+        if self.keep is None or self._unsent():
             return
         for name in [name for name in names_with_meta(there) if name not in wanted][self.keep :]:
             self.mirror.delete(f"checkpoints/{name}/{META}", f"checkpoints/{name}")
@@ -341,32 +344,24 @@ class Uploads:
         if self._failing_since is not None:
             took, count = rough_duration(time.monotonic() - self._failing_since), self._sent_since_failure
             self._failing_since = None
-            checkpoints = f"{count} checkpoint{'' if count == 1 else 's'} sent"
-            self._say(f"mirror {self.mirror.name}: works again after {took}; {checkpoints}")
+            self._say(f"mirror {self.mirror.name}: works again after {took}; {counted(count, 'checkpoint')} sent")
 
     def _say(self, text: str) -> None:
         with suppress(Exception):  # standard error may be closed
             tqdm.write(text, file=sys.stderr)  # does not break a progress bar
 
-    def _bar(self) -> tqdm | None:
+    def _bar(self) -> tqdm:
         """Return a progress bar for the bytes of the checkpoints still to be sent. If standard error is no terminal,
-        print a line instead and return None."""
-        unsent = [path for path in self._wanted() if path.name not in self._whole | self.damaged]
-        files = [file for path in unsent for file in files_of(path)]
-        sent = (self._versions.get(f"checkpoints/{file.parent.name}/{file.name}") == version(file) for file in files)
-        left = sum(file.stat().st_size for file, is_sent in zip(files, sent, strict=True) if not is_sent)
-        if not sys.stderr.isatty():
+        the bar is not shown, and a line is printed instead."""
+        files = {f"checkpoints/{path.name}/{file.name}": file for path in self._unsent() for file in files_of(path)}
+        statuses = ((name, file.stat()) for name, file in files.items())
+        left = sum(status.st_size for name, status in statuses if self._versions.get(name) != version_of(status))
+        bar = tqdm(total=left, unit="B", unit_scale=True, desc="sending to the mirror (Ctrl-C stops it)", disable=None)
+        if bar.disable:
             self._say(f"waiting for the mirror: {left / GIB:.2f} GiB to send to {self.mirror.name}; Ctrl-C stops it")
-            return None
-        return tqdm(total=left, unit="B", unit_scale=True, desc="sending to the mirror (Ctrl-C stops it)")
+        return bar
 
 
 def files_of(checkpoint: Path) -> list[Path]:
     """Return the files of a checkpoint. A folder in it is the user's own, such as an export, and is not sent."""
     return [path for path in checkpoint.iterdir() if path.is_file()]
-
-
-def version(path: Path) -> tuple[int, int]:
-    """Return a file's size and modification time in ns."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
