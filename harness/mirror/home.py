@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +15,11 @@ from harness.common.messages import abbreviated, tell
 from harness.mirror.fetch import (
     bring,
     fetch_results,
-    is_set_aside,
-    names_in,
     names_with_meta,
     newest_in_mirror,
     recency,
     refuse_if_set_aside,
     retried,
-    step_of,
     tokens_of_summary,
     without_left,
 )
@@ -36,7 +32,6 @@ from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import TrainEvent, ValidationEvent, parse_event, rough_duration
-from harness.runs.summary import read_summary
 
 POLL_SECONDS = 10.0
 
@@ -92,8 +87,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     # If the run here went back behind the mirror's newest checkpoint, summary, chart and metrics there are not its own.
     went_back = next(iter(names_with_meta(all_there)), "") != newest
     is_kept = is_further or is_trained_here or went_back
-    if not is_kept and run.summary.name not in files and _summary_was_set_aside(files, run.summary):
-        run.set_summary_and_chart_aside(run.new_aside())
+    if not is_kept and run.summary.name not in files and run.summary.exists() and not list_checkpoints(run.checkpoints):
+        run.set_summary_and_chart_aside(run.new_aside())  # without a checkpoint, it is a copy of one there
     may_replace = not brought and _may_replace_summary(run, mirror, with_weights=with_weights)
     summarized = [run.summary, run.chart] if may_replace else []
     replaced = [] if is_kept else [*summarized, run.metrics]
@@ -106,14 +101,6 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     if not is_trained_here and (owner or run.lock_file.exists()):
         run.lock_file.write_bytes(owner or b"")  # names the owner, so that the run counts as trained elsewhere
     return run.path
-
-
-def _summary_was_set_aside(files: dict[str, int], summary: Path) -> bool:
-    """Return True if, by a mirror's `files`, a checkpoint of the last step in `summary` has been set aside."""
-    with suppress(UserError, OSError):
-        last = (read_summary(summary).global_steps or 0) - 1
-        return any(step_of(name) == last and is_set_aside(files, name) for name in names_in(files))
-    return False
 
 
 def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: bool) -> bool:
