@@ -145,14 +145,8 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
 def find_files(checkpoint: str, model_json: str | None, runs_dir: Path) -> TrainedModel:
     """Return the files of the model that the command line names. Raises UserError if there is no such model."""
     from harness.model.tensor_names import WEIGHTS
-    from harness.runs.trained_model import find_model, split_checkpoint
+    from harness.runs.trained_model import find_model
 
-    place = checkpoint if Path(checkpoint).exists() else split_checkpoint(checkpoint)[0]
-    if "/" in place.partition(":")[0] and not Path(place).exists():
-        raise UserError(
-            f"{checkpoint}: no such file or folder; give a run's name, RUN:CHECKPOINT, the folder of a run or of a "
-            "checkpoint, or any folder with model.safetensors"
-        )
     path = Path(checkpoint)
     if not model_json:
         return find_model([checkpoint], runs_dir)

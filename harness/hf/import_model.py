@@ -19,7 +19,7 @@ from harness.common.messages import quoted
 from harness.data.tokenizers import END_OF_TEXT, load_tokenizer
 from harness.hf.formats import NOTEBOOK_KEYS, NOTEBOOK_PREFIX, NOTEBOOK_TYPE, TRANSPOSED, peer_names, peer_tensors
 from harness.model.config import HEAD
-from harness.model.tensor_names import MODEL_JSON, WEIGHTS, check_tensors
+from harness.model.tensor_names import WEIGHTS, check_tensors
 from harness.model.weights import PARTS, checkpoint_views, from_checkpoint_names, kinds_of, load_weights
 from harness.runs.trained_model import new_folder, write_model_files
 
@@ -36,11 +36,6 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     RunError if the run cannot be written. No partial run directory remains.
     """
     file = source / CONFIG
-    if not file.exists() and (source / MODEL_JSON).exists():
-        raise UserError(
-            f"{source}: no {CONFIG}, but a {MODEL_JSON}: the model already has this program's format, which "
-            "test_smoke.py and other commands read; do not import it"
-        )
     raw = read_json_object(file)
     is_gpt2 = raw.get("model_type") == "gpt2"
     shape = gpt2_shape(raw, file) if is_gpt2 else notebook_shape(raw, file)

@@ -206,7 +206,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "few", shape())  # 97 tokens, fewer than its tokenizer
     for arguments, says in (
         (("c", "full"), "exists"),
-        (("./no", "out"), "no such file or folder; give a run's name"),
+        (("./no", "out"), 'run "./no": must be a plain name, or the path of a run in '),
         ((str(tmp_path / "full"), "out"), "no model.safetensors"),
         (("c", "out", "--model-json", "other.json"), "[300, 96]"),
         (("few", "out"), "another model's"),
@@ -377,8 +377,8 @@ def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Path) -> None:
-    """If a missing folder could also be a model's name on the Hub, the error says both. A model in this project's own
-    format, a single file of a model, and an incomplete model are recognized."""
+    """If a missing folder could also be a model's name on the Hub, the error says both. A single file of a model
+    and an incomplete model are recognized."""
     folder = tmp_path / "c"
     write_checkpoint(folder, small())
     (folder / "model.json").write_text(small().model_dump_json())
@@ -390,7 +390,7 @@ def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Pa
         ("c/nothing", 'c/nothing: no such folder; tried as a model on the Hub: model "c/nothing": '),
         ("me/nothing", 'error: me/nothing: no such folder; tried as a model on the Hub: model "me/nothing": '),
         ("c/model.safetensors", "c/model.safetensors: not a folder"),
-        ("c", "c: no config.json, but a model.json: the model already has this program's format"),
+        ("c", "c/config.json: no such file"),
     ):
         not_imported(tmp_path, source=source, says=says)
     hugging_face_model(tmp_path / "hf")
