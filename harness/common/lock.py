@@ -113,14 +113,9 @@ def release(path: Path) -> None:
 
 def last_owner(path: Path) -> Owner | None:
     """Return the process that holds the lock `path` or held it last, or None if it is not known."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        return Owner.read(descriptor)
-    finally:
-        os.close(descriptor)
+    with suppress(OSError), os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+        return Owner.read(file.fileno())
+    return None
 
 
 def is_held(path: Path) -> bool | None:
