@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 
-from harness.common.errors import RunError, UserError
 from harness.common.files import check_name
 from harness.common.options import RUNS_DIR, Command, Group
 
@@ -86,16 +85,9 @@ def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
     are replaced or deleted.
     """
     from harness.mirror.home import push_run
-    from harness.mirror.store import reason_of
     from harness.runs.directory import RunDirectory
 
-    found = RunDirectory.find(runs_dir, run)
-    try:
-        print(f"{push_run(found, url, take_over=take_over)}: complete")
-    except (UserError, RunError):
-        raise
-    except Exception as error:
-        raise RunError(f"mirror: {reason_of(error)}; the same command sends the rest") from None
+    print(f"{push_run(RunDirectory.find(runs_dir, run), url, take_over=take_over)}: complete")
 
 
 if __name__ == "__main__":

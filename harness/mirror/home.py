@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -181,7 +182,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
 
     Raises UserError if the mirror cannot be opened, if another process or machine trains the run, if the mirror holds
     another experiment or a newer checkpoint, or if a checkpoint here is damaged. Raises RunError if the mirror cannot
-    be read, and the errors of the store if sending fails.
+    be read or written.
     """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself
@@ -201,7 +202,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
             )
         uploads = Uploads(run, mirror, lease, keep=None, start_step=here[-1][0] if here else -1)
         uploads.verify()
-        uploads.push()
+        retried(mirror, uploads.push)
         if uploads.damaged:
             said = f"{run.path}: {abbreviated(sorted(uploads.damaged))}: cannot be verified here, and was not sent"
             remedy = "`uv run mirror.py fetch` replaces a damaged `latest` by the mirror's copy; move others away"
@@ -209,5 +210,6 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     except LeaseLost as owner:
         raise UserError(f"mirror {mirror.name}: {owner} has taken the run meanwhile: stop it there first") from None
     finally:
-        lease.release()
+        with suppress(Exception):  # the lease then expires
+            lease.release()
     return mirror.name

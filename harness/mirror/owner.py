@@ -33,7 +33,7 @@ REFRESH_SECONDS = 30.0  # between two writes of owner.json
 WAITING_SECONDS = 5.0  # between two readings of another machine's owner.json
 
 
-class LeaseLost(Exception):  # noqa: N818 - not an error of this machine
+class LeaseLost(RunError):  # noqa: N818 - not an error of this machine
     """Exception raised once another machine has taken the run. Its message is that machine's name."""
 
 
