@@ -236,7 +236,7 @@ def _bring_checkpoint(
         fetch_results(run, mirror, without_left(run, files))
         # If a damaged checkpoint is replaced, metrics and summary here are of the same training.
         if name != damaged or not run.metrics.exists() or run.metrics.stat().st_size < meta.metrics_bytes:
-            fetch_metrics(run, mirror, meta)
+            fetch_metrics(run, mirror)
         if name != damaged or not run.summary.exists():
             fetch_summary_and_chart(run, mirror, files, meta)
         put_in_place(draft, name)
@@ -308,15 +308,10 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
             bar.update(len(piece))
 
 
-def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> None:
+def fetch_metrics(run: RunDirectory, mirror: Mirror) -> None:
     """Replace metrics.jsonl with the mirror's. If the mirror's does not begin with the local one, the local one is
     first moved to a folder below `aside/`."""
     content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
-    if len(content) < meta.metrics_bytes:
-        tell(
-            f"warning: mirror {mirror.name}: {run.metrics.name} has {len(content):,} bytes, fewer than the "
-            f"{meta.metrics_bytes:,} that the checkpoint records: lines are missing"
-        )
     here = run.metrics.read_bytes() if run.metrics.exists() else b""
     if not content.startswith(here):
         move(run.metrics, run.new_aside() / run.metrics.name)
