@@ -387,15 +387,6 @@ def test_old_measurements_that_an_earlier_version_has_left_are_not_fetched(first
     assert not (second.runs / "r" / "results").exists()
 
 
-def test_a_finished_run_is_brought_with_its_summary(first: InProcess) -> None:
-    first.train_here()
-    before = (remote(first) / "summary.json").read_bytes()
-    second = add_machine(first.path.parent, "second", **STOP)
-    assert "is finished" in second.train_here().stdout
-    assert (remote(first) / "summary.json").read_bytes() == before
-    assert (second.runs / "r" / "summary.json").read_bytes() == before
-
-
 def test_a_run_that_another_machine_has_restarted_is_brought_with_its_new_summary(first: InProcess) -> None:
     store = url(first)
     second = add_machine(first.path.parent, "second", **STOP)
