@@ -299,7 +299,7 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
         at = file.seek(0, 2)
         bar.update(at)
         while at < size:
-            piece = retried(mirror, partial(mirror.read_part, remote, at, min(size, at + PIECE)))
+            piece = retried(mirror, partial(mirror.read, remote, at, min(size, at + PIECE)))
             if not piece:
                 raise RunError(f"mirror {mirror.name}: {remote}: ends after {at:,} of {size:,} bytes; try again")
             file.write(piece)

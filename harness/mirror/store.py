@@ -113,16 +113,13 @@ class Mirror:
             return []
         return sorted(each["name"].rstrip("/").rpartition("/")[2] for each in listed if each["type"] == "directory")
 
-    def read(self, path: str) -> bytes | None:
-        """Return a file's contents, or None if there is no such file."""
+    def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes | None:
+        """Return a file's contents, or only the bytes from `start` up to, but not including, `end`. Return None if
+        there is no such file."""
         try:
-            return bytes(self._fs.cat_file(self._at(path)))
+            return bytes(self._fs.cat_file(self._at(path), start=start, end=end))
         except FileNotFoundError:
             return None
-
-    def read_part(self, path: str, start: int, end: int) -> bytes:
-        """Return the bytes of a file from `start` up to, but not including, `end`."""
-        return bytes(self._fs.cat_file(self._at(path), start=start, end=end))
 
     def write(self, path: str, data: bytes) -> None:
         """Write a small file, in place of an earlier one."""
