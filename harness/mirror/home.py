@@ -180,7 +180,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     run's URL there. Checkpoints there that this run abandoned by going back are set aside. With `take_over`, the run is
     taken from another machine that trains it.
 
-    Raises UserError if the mirror cannot be opened, if another process or machine trains the run, if the mirror holds
+    Raises UserError if the mirror refuses access, if another process or machine trains the run, if the mirror holds
     another experiment or a newer checkpoint, or if a checkpoint here is damaged. Raises RunError if the mirror cannot
     be read or written.
     """

@@ -42,7 +42,7 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
     command's CHECKPOINT; with it or --restart, training does not continue from a checkpoint in the mirror. Without
     --plan, a file is written there as a trial and deleted.
 
-    Raises UserError if the mirror cannot be opened or holds another experiment, and RunError if reading fails later.
+    Raises UserError if the mirror refuses access or holds another experiment, and RunError if it cannot be read.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -64,7 +64,7 @@ def connect(
     the lease, or None if the run has no mirror. If another machine has the lease, --wait waits for it, and --take-over
     takes it.
 
-    Raises UserError if the mirror cannot be opened, holds another experiment or is leased to another machine. Raises
+    Raises UserError if the mirror refuses access, holds another experiment or is leased to another machine. Raises
     RunError if the mirror cannot be read or written, or if a file cannot be moved.
     """
     url = mirror_url(experiment, options)

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from harness.common.errors import UserError, printable
+from harness.common.errors import RunError, UserError, printable
 from harness.common.messages import REASON_CHARACTERS, quoted
 
 # By scheme: the extra in pyproject.toml that installs its library. rent.sh has this list, too.
@@ -257,7 +257,7 @@ def reason_of(error: BaseException) -> str:
 
 def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
     """Return a mirror after a trial: with `writes`, a file is written and deleted; otherwise the folder is listed.
-    Raises UserError if the URL is wrong or the trial fails."""
+    Raises UserError if the URL or the credentials are wrong, and RunError if the store does not answer."""
     mirror = Mirror(url, run_name)
     for left in reversed(range(OPENING_TRIES)):
         try:
@@ -271,9 +271,10 @@ def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
             break
         except Exception as error:
             lasting = isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError | ValueError)
-            if lasting or not left or "redential" in f"{type(error).__name__} {error}":
+            lasting = lasting or "redential" in f"{type(error).__name__} {error}"
+            if lasting or not left:
                 verb = "written to" if writes else "read"
-                raise UserError(
+                raise (UserError if lasting else RunError)(
                     f"mirror {mirror.name}: cannot be {verb} ({reason_of(error)}): check the address and "
                     f"{CREDENTIALS[mirror.scheme]}; ddp_train.py --mirror none trains without it"
                 ) from None

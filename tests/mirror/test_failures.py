@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from harness.common.errors import RunError, UserError
 from harness.mirror import upload
-from harness.mirror.store import Mirror
+from harness.mirror.store import Mirror, open_mirror
 from tests.mirror.test_two_machines import SETTINGS, STOP, add_machine
 from tests.support import faulty_store
 from tests.support.jobs import start, wait_for
@@ -63,6 +64,20 @@ def test_told_when_it_begins_and_when_it_is_over(tmp_path: Path, memory: None, e
     second = add_machine(tmp_path, "second", mirror="memory://store")
     assert "is finished" in second.train_here().stdout
     assert_same_end(machine.runs / "r", second.runs / "r")
+
+
+@pytest.mark.parametrize(("error", "kind"), [(ConnectionError("no route"), RunError), (PermissionError(), UserError)])
+def test_a_store_that_does_not_answer_is_no_wrong_input(
+    memory: None, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
+) -> None:
+    """The upload before `on_end` is tried again after a RunError, and given up after a UserError."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    undo = faulty_store.watch("memory", faulty_store.fail(error, window=range(100)))
+    try:
+        with pytest.raises(kind, match="cannot be written to"):
+            open_mirror("memory://store", "r")
+    finally:
+        undo()
 
 
 def test_a_full_store_is_cleared_of_what_was_overtaken_before_more_is_sent(tmp_path: Path, memory: None) -> None:
