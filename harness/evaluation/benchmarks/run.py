@@ -185,6 +185,8 @@ def _diagnosis(error: Exception) -> str:
     if isinstance(error, TypeError):  # lm-eval raises TypeError for the file of a group
         reason += "; if this is the file of a group, give the files of its tasks instead"
     remedy = "check its files or, if its data is on the Hugging Face Hub, the network, HF_HUB_OFFLINE and HF_TOKEN"
+    if isinstance(error, ImportError):
+        remedy = "uv run --with PACKAGE ... adds a package"
     return f"cannot be loaded: {type(error).__name__}: {reason}; {remedy}"
 
 
