@@ -3,7 +3,6 @@ that compute the same bits every time are chosen."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -170,26 +169,6 @@ def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if device.type == "cuda" and version < (2, 12) and not (drop_rate * CUDNN_DROPOUT_STEPS).is_integer():
         torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
-    """Return a note for the user if FlashAttention 2 drops a slightly different share of weights than `drop_rate`, or
-    None otherwise. The caller checks that FlashAttention may be used.
-
-    FlashAttention 2 keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the share is a
-    multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention). FlashAttention
-    2 needs compute capability 8.0.
-    """
-    share = 1 - (math.floor(255 * (1 - drop_rate)) + 1) / 256
-    if device.type != "cuda" or math.isclose(share, drop_rate, abs_tol=1e-9):
-        return None
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return None
-    steps = min(max(1, round(drop_rate * CUDNN_DROPOUT_STEPS)), CUDNN_DROPOUT_STEPS - 1)
-    return (
-        f"FlashAttention drops a share of {share:.4f} of the attention weights, but drop_rate is {drop_rate:g}; "
-        f"drop_rate {steps / CUDNN_DROPOUT_STEPS:g} would be exact, and torch could then choose a faster kernel"
-    )
 
 
 def waiting_experts(device: torch.device, precision: str) -> str | None:

@@ -19,7 +19,7 @@ from harness.data.training_data import TrainingData
 from harness.distributed.world import World, say
 from harness.mirror.start import connect
 from harness.mirror.upload import Uploads
-from harness.model.kernels import not_compiled, rounded_dropout, should_compile, waiting_experts
+from harness.model.kernels import not_compiled, should_compile, waiting_experts
 from harness.model.precision import Precision
 from harness.planning.experiment import Experiment, Position, changes_of_result, comparable_losses, first_difference
 from harness.planning.plan import Plan, describe_start, make_plan
@@ -216,9 +216,6 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
     remarks = [idle_gpus(device, world.local_size), not_compiled(config.compile, device)]
     if config.attention != "auto" and device.type == "cpu":
         remarks.append(f'"attention": "{config.attention}" in train.json has no effect on a CPU')
-    # Only FlashAttention rounds the dropout rate, and only in half precision.
-    if precision.name != "fp32" and config.attention in ("auto", "flash"):
-        remarks.append(rounded_dropout(experiment.model.drop_rates.attention_weights, device))
     if experiment.model.moe is not None:
         remarks.append(waiting_experts(device, precision.name))
     remarks.append(unknown_peak(world.device_name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Callable
@@ -171,22 +170,6 @@ def test_kernels_that_round_the_dropout_rate_are_not_used(
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def test_a_rounded_dropout_is_remarked_upon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The remark gives the share that FlashAttention drops. FlashAttention draws a random byte for each weight and
-    drops those above a limit, so the share is counted over all bytes."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    dropped = sum(byte > math.floor(255 * (1 - 0.1)) for byte in range(256)) / 256
-    assert round(dropped, 4) == 0.1016
-    remark = str(kernels.rounded_dropout(0.1, CUDA))
-    assert remark.startswith(
-        "FlashAttention drops a share of 0.1016 of the attention weights, but drop_rate is 0.1; drop_rate 0.125 would"
-    )
-    for drop_rate, device_ in ((0.1, CPU), (0.125, CUDA), (0.0, CUDA)):
-        assert kernels.rounded_dropout(drop_rate, device_) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert kernels.rounded_dropout(0.1, CUDA) is None, "a T4 has no FlashAttention"
-
-
 @pytest.mark.parametrize(
     ("capability", "precision", "waits"),
     [
@@ -327,7 +310,6 @@ def test_each_note_on_the_machine_is_printed_once(machine: pytest.MonkeyPatch, t
     assert [" ".join(note.split()[:4]) for note in notes] == [
         "1 of 2 visible",
         "the model is not",
-        "FlashAttention drops a share",
         "experts run slowly on",
         "MFU unknown: this program",
         "another process holds about",
