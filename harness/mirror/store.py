@@ -37,6 +37,7 @@ NETWORK_SECONDS = 60.0  # of silence, after which a connection counts as failed
 SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY")  # in the names of environment variables
 USER_IN_URL = re.compile(r"(://)(\S*:\S*@|[^/\s]*@)")  # a password can have "/" and "@" in it
 OPENING_TRIES = 3
+REFUSED = ("redential", "Unauthorized", "Forbidden")  # in the errors of stores to which access is refused
 
 
 class Mirror:
@@ -271,7 +272,7 @@ def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
             break
         except Exception as error:
             lasting = isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError | ValueError)
-            lasting = lasting or "redential" in f"{type(error).__name__} {error}"
+            lasting = lasting or any(word in f"{type(error).__name__} {error}" for word in REFUSED)
             if lasting or not left:
                 verb = "written to" if writes else "read"
                 raise (UserError if lasting else RunError)(
