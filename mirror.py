@@ -52,8 +52,8 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     The newest one then becomes `latest`. Checkpoints in the run's aside/ here do not count.
 
     Settings and results that are here already are not replaced. Summary, chart and metrics here are kept if the run is
-    being trained here, if it has a newer checkpoint here than at URL, or if the newest checkpoint at URL is in its
-    aside/. Otherwise they are replaced by those at URL, if those are whole and fit the checkpoints here.
+    being trained here, if it has a newer checkpoint here than at URL, or if the newest checkpoint at URL is in the
+    run's aside/ here. Otherwise they are replaced by those at URL, if those are whole and fit the checkpoints here.
     """
     from harness.mirror.home import fetch_run
 

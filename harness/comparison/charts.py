@@ -215,8 +215,8 @@ def write_png(chart: Chart, path: Path, references: Mapping[str, float], note: s
 
 
 def svg(chart: Chart, references: Mapping[str, float]) -> str:
-    """Return a chart with at least one curve as an <svg> element. Its labels are text, which matplotlib escapes.
-    `references` are losses by label."""
+    """Return a chart with at least one curve as an <svg> element. Labels are <text> elements, in which matplotlib
+    escapes XML. `references` are losses by label."""
     drawn = io.StringIO()
     _draw(chart, references, "", "svg", drawn)
     text = drawn.getvalue()

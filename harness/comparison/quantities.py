@@ -372,7 +372,8 @@ def _trained_on(record: RunRecord) -> Values:
         return None if found is None or not found.ngrams else (100 * found.share, "")
 
     def basis(result: LossResult) -> Basis:
-        return Basis(("trained on", loss_basis(result).identity), loss_basis(result).words)
+        text = result.text
+        return Basis(("trained on", text.sha256), f"the {text.split} split of {text.dataset} ({text.sha256[:8]})")
 
     found, losses = _measurements(record, LossResult, basis, read), all_test_losses(record)
     if isinstance(losses, Inconclusive):

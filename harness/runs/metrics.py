@@ -245,7 +245,7 @@ def describe_progress(progress: RunProgress | None, wanted: int | None, *, goes_
 
 
 def rough_duration(seconds: float) -> str:
-    """Format seconds as a whole number of the largest unit (days to seconds) that fits at least once: 90 -> "2 min"."""
+    """Format seconds as a rounded number of days, hours, minutes or seconds: 90 -> "2 min", 3590 -> "1 h"."""
     for size, unit, most in ((1, "s", 60), (60, "min", 60), (3600, "h", 24)):
         if round(seconds / size) < most:
             return f"{seconds / size:.0f} {unit}"

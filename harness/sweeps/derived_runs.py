@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,12 @@ class DerivedRun:
     def settings_there(self) -> dict[str, Any]:
         """Return the settings in the run's folder, which training uses. Raises UserError if a file is damaged."""
         return _settings(load_model_config(self.directory.model_json), load_train_config(self.directory.train_json))
+
+    def as_made(self) -> DerivedRun:
+        """Return the run with the train.json of its folder, if there is one: it may have another price or ceiling.
+        Raises UserError if that file is damaged."""
+        path = self.directory.train_json
+        return replace(self, train_config=load_train_config(path)) if path.is_file() else self
 
     def experiment(self, datasets_dir: Path) -> Experiment:
         return Experiment(self.directory, self.train_config, self.model_config, datasets_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import os
 import shutil
 from collections import Counter
@@ -148,6 +149,7 @@ class Planner:
     def plan(self, run: DerivedRun) -> RunPlan:
         """Plan the remaining work of a run. Raises UserError if training would refuse the run, or for an unknown
         --assume-device."""
+        run = run.as_made()
         experiment = run.experiment(self.datasets_dir)
         with explained(f"{run.name}: "):
             experiment.check_together()
@@ -160,7 +162,8 @@ class Planner:
         price, said = hourly_price(run.train_config.price_per_hour, speed.device, self.groups * self.processes)
         seconds = dollars = None
         if plan.position is not None and speed.tokens_per_second is not None:
-            seconds = sum(plan.seconds(speed).values())
+            ceilings = run.train_config.ceilings(plan.seconds_before, plan.dollars_before).values()
+            seconds = min(sum(plan.seconds(speed).values()), *(max(0.0, left) for left in ceilings), math.inf)
             dollars = None if price is None else cost(seconds, price)
         return RunPlan(run, plan, speed, seconds, dollars, said)
 

@@ -192,13 +192,14 @@ class SweepRunner:
     ) -> None:
         """Raise UserError if `max_dollars` is given and a run has no price, if GPUs are too few for several groups, or
         if a sweep.log is damaged."""
+        runs = [run.as_made() for run in runs]
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
                 f'max_dollars: train.json of {unpriced[0]} has no "price_per_hour", so its cost is unknown; put '
                 "the machine's price into the sweep's \"set\" (and into train.json of the runs that exist already)"
             )
-        self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
+        self.runs, self.planner, self.script, self.max_dollars = runs, planner, script, max_dollars
         self.free_groups = device_groups(planner.groups, planner.processes)
         statuses = [status_of(run) for run in runs]
         self.waiting = [each.run for each in statuses if each.needs_training]

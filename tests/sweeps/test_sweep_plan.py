@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,17 @@ def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
     for device, said in (("H200", "cost: unknown price: train.json's $23.92/h is the price of 8x H100"), ("H100", "$")):
         found = plan_sweep(sweep, Planner(shop.datasets, shop.runs, processes=8, assume_device=device))
         assert said in " ".join(describe_sweep_plan(found, shop.runs).split())
+
+
+def test_price_and_ceilings_are_those_of_the_runs_own_files(shop: Workshop) -> None:
+    sweep = load(shop, vary={"random_seed": [1, 2]})
+    write_runs(sweep.runs)
+    path = sweep.runs[0].directory.train_json
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"price_per_hour": 360.0, "max_hours": 0.01}))
+    found = plan_sweep(sweep, Planner(shop.datasets, shop.runs, assume_tps=10.0))
+    seconds = (TRAINING + VALIDATION) / 10
+    assert [each.seconds for each in found.left] == pytest.approx([36.0, seconds])
+    assert [each.dollars for each in found.left] == pytest.approx([3.6, seconds / 100])
 
 
 def test_what_cannot_be_trained_is_said(shop: Workshop) -> None:

@@ -251,7 +251,8 @@ def _begin_within(
 
 def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
     """Divide the text into splits, shuffle it as the rules say, and write the files of the splits. `pool` has the
-    documents that may be held out, and `text` has all others. Skips steps that the journal records as done."""
+    documents that may be held out by their draws, and `text` has all others. Skips steps that the journal records as
+    done."""
     journal = work.journal
     if journal.phase == "read":
         pool.size = journal.here.pool

@@ -40,8 +40,8 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
     write nothing and return "gpt2".
 
     `given` is the value of --tokenizer. If `train` is not None, `given` is ignored, and `train` is called with the path
-    to which it must write a new tokenizer. An existing file is kept, because the same options made it. Raises UserError
-    if the tokenizer's vocabulary cannot be downloaded or used.
+    to which it must write a new tokenizer. An existing file is kept: the caller makes sure that the same options made
+    it. Raises UserError if the tokenizer's vocabulary cannot be downloaded or used.
     """
     if given == "gpt2" and not train:
         return "gpt2"
