@@ -37,7 +37,9 @@ NETWORK_SECONDS = 60.0  # of silence, after which a connection counts as failed
 SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY")  # in the names of environment variables
 USER_IN_URL = re.compile(r"(://)(\S*:\S*@|[^/\s]*@)")  # a password can have "/" and "@" in it
 OPENING_TRIES = 3
-REFUSED = ("redential", "Unauthorized", "Forbidden")  # in the errors of stores to which access is refused
+# In errors by which the store refuses access, if the library has no class of its own for them: of the Hub, for example,
+# a ConnectionError with the text "… 401 Unauthorized".
+REFUSED = re.compile(r"redential|uthenticat|\b40[134]\b")
 
 
 class Mirror:
@@ -272,7 +274,7 @@ def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
             break
         except Exception as error:
             lasting = isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError | ValueError)
-            lasting = lasting or any(word in f"{type(error).__name__} {error}" for word in REFUSED)
+            lasting = lasting or bool(REFUSED.search(f"{type(error).__name__} {error}"))
             if lasting or not left:
                 verb = "written to" if writes else "read"
                 raise (UserError if lasting else RunError)(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import paramiko
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -66,7 +67,17 @@ def test_told_when_it_begins_and_when_it_is_over(tmp_path: Path, memory: None, e
     assert_same_end(machine.runs / "r", second.runs / "r")
 
 
-@pytest.mark.parametrize(("error", "kind"), [(ConnectionError("no route"), RunError), (PermissionError(), UserError)])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConnectionError("no route"), RunError),
+        (OSError("Server error '503 Service Unavailable' for url 'https://hub/40'"), RunError),
+        (PermissionError(), UserError),
+        (ConnectionError("Network error: Request error: HTTP status client error (401 Unauthorized)"), UserError),
+        (OSError("404 Client Error. (Request ID: 1) Bucket not found"), UserError),
+        (paramiko.AuthenticationException("Authentication failed."), UserError),
+    ],
+)
 def test_a_store_that_does_not_answer_is_no_wrong_input(
     memory: None, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
 ) -> None:
