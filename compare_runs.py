@@ -13,7 +13,7 @@ import click
 from harness.common.errors import UserError
 from harness.common.options import RUNS_DIR, Command
 
-PATH = click.Path(dir_okay=False, path_type=Path)
+PATH = click.Path(path_type=Path)
 LARGEST_LOSS = 1000.0  # nats per token; a --reference must be below it
 AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 
@@ -87,6 +87,8 @@ def main(
         raise UserError(f"--chart {chart}: must end in .png")
     for path in filter(None, [chart, html]):
         check_writable(path.absolute().parent)
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder; name a file")
     references = _read_references(reference)
     arm = () if baseline is None else _runs_of_arm(runs_dir, baseline, runs)
     baseline = arm[0] if arm else None
