@@ -399,7 +399,7 @@ class Experiment:
                 raise UserError(
                     f"the validation split of {part.name} is too short: wanted {wanted:,} tokens (start_val_token + "
                     f"{sequences:,} sequences x context_length + 1), but there are {there:,}; lower start_val_token or "
-                    f"{key} in train.json"
+                    f"{key} in train.json, or prepare the dataset with a larger --validation-fraction"
                 )
 
     def validation_order(self, data: TrainingData) -> WindowOrder:

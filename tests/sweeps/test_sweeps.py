@@ -380,7 +380,7 @@ def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
     assert (train.validates, train.checkpoint_interval) == (False, 5)
     save_file({"tokens": np.zeros(16, np.uint16)}, folder / "validation.safetensors")
     short = "the validation split of local/small is too short: wanted 97 tokens"
-    derive_run(shop, "base", "short", small).refuses(f"{short} (start_val_token + 6 sequences x context_length + 1)")
+    derive_run(shop, "base", "short", small).refuses(short, "or prepare the dataset with a larger --validation-f")
 
 
 def test_a_run_derived_for_a_long_dataset_keeps_its_budget_or_is_refused(shop: Workshop) -> None:
