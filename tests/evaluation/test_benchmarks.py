@@ -417,6 +417,7 @@ REFUSED = [
     ("unknown metric", {"metric_list": [{"metric": "wer"}]}, ["metric", "are programs"]),
     ("no data", {"dataset_kwargs": {"data_files": "gone.jsonl"}}, ["cannot be loaded", "gone.jsonl"]),
     ("data elsewhere", {"dataset_path": "nobody/nothing", "dataset_kwargs": {}}, ["nobody/nothing", "HF_HUB_OFFLINE"]),
+    ("a script", {"dataset_path": "data", "dataset_kwargs": {}}, ["data.py", "leave it out"]),
     ("a key that is none", {"doc_to_txt": "x"}, ["cannot be loaded", "doc_to_txt"]),
     ("a template that fails", {"doc_to_text": "{{nothing.here}}"}, ["cannot be loaded", "undefined"]),
     ("pictures", {"doc_to_image": "question"}, ["pictures"]),
@@ -433,6 +434,9 @@ def test_tasks_that_cannot_be_run_are_one_line(
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "data.py").touch()
     path = write_task(tmp_path, "choice", **changes)
     message = refusal(benchmarks.load, [str(path)], begins="")
     assert len(message) < 400

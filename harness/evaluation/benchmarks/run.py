@@ -187,6 +187,8 @@ def _diagnosis(error: Exception) -> str:
     remedy = "check its files or, if its data is on the Hugging Face Hub, the network, HF_HUB_OFFLINE and HF_TOKEN"
     if isinstance(error, ImportError):
         remedy = "uv run --with PACKAGE ... adds a package"
+    elif "scripts are no longer supported" in reason:
+        remedy = "its data is loaded by a program, which this command does not run; leave it out"
     return f"cannot be loaded: {type(error).__name__}: {reason}; {remedy}"
 
 
