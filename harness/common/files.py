@@ -73,8 +73,8 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
     `final`.
 
     If the body fails, the draft is removed and `final` is unchanged. By default, the draft is beside `final`, with this
-    process's pid in its name; `draft` sets another path on the same file system. A symbolic link is replaced itself,
-    not its target. Raises OSError if `final` is a folder or a device.
+    process's pid in its name; `draft` sets another path on the same file system. If `final` is a symbolic link,
+    the link is replaced, and its target is unchanged. Raises OSError if `final` is a folder or a device.
     """
     if final.exists() and not final.is_file() and not final.is_dir():  # a rename would replace a device like /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(final))

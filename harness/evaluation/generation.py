@@ -52,8 +52,8 @@ def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[in
 
 
 def continue_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
-    """Return the prompt continued by up to `count` tokens (at least 1). Raises UserError if the prompt cannot be
-    encoded, and RunError if a logit is not finite."""
+    """Return the prompt continued by up to `count` tokens. `count` is at least 1. Raises UserError if the prompt
+    cannot be encoded, and RunError if a logit is not finite."""
     tokens = encode_prompt(model, tokenizer, prompt)
     [more] = continue_prompts(model, tokenizer, [tokens], count, sampling)
     return tokenizer.decode(tokens + more)

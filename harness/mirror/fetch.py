@@ -342,8 +342,8 @@ def tokens_of_summary(content: bytes | None) -> float:
 
 def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
     """Fetch the files of results/ and compile-cache/ that the run's folder does not have. Measurements of checkpoints
-    that were set aside in the mirror are not fetched; those that are here are moved to a folder below `aside/`. Raises
-    RunError if the mirror cannot be read or a file cannot be moved."""
+    that were set aside in the mirror are not fetched, and are moved to a folder below `aside/` if the run has them.
+    Raises RunError if the mirror cannot be read or a file cannot be moved."""
 
     def is_old(file: str) -> bool:
         checkpoint = CHECKPOINT_NAME.search(file)  # a measurement's file name contains this

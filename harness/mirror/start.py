@@ -34,7 +34,9 @@ def refuse_own_folder(url: str, run: RunDirectory) -> None:
     """Raise UserError if the run's copy in the mirror at `url` would be the run's own folder, or a folder in it."""
     folder = Path(url.removeprefix("file://")) / run.path.name
     if url.startswith("file://") and folder.resolve().is_relative_to(run.path.resolve()):
-        raise UserError(f"mirror {url}: is the folder of the run itself, which is lost with the machine; give another")
+        raise UserError(
+            f"mirror {url}: the copy would be in the run's own folder, which is lost with the machine; give another"
+        )
 
 
 def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) -> InMirror | None:

@@ -522,8 +522,8 @@ def test_a_wrong_url_is_one_line_before_anything_is_trained(shop: InProcess, url
 def test_what_is_no_mirror_is_refused(shop: InProcess) -> None:
     run = InProcess(shop.path).add_run(mirror=f"file://{shop.runs}")
     for options, said in (
-        ([], "is the folder of the run itself"),
-        (["--mirror", run.as_uri()], "is the folder of the run itself"),
+        ([], "the copy would be in the run's own folder"),
+        (["--mirror", run.as_uri()], "the copy would be in the run's own folder"),
         (["--mirror", ""], "unknown scheme"),
         (["--mirror", "none", "--take-over"], "--take-over belongs with a mirror"),
     ):
@@ -531,7 +531,7 @@ def test_what_is_no_mirror_is_refused(shop: InProcess) -> None:
         assert not (run / "metrics.jsonl").exists()
     for words in (["push", "r", f"file://{shop.runs}"], ["fetch", f"file://{shop.runs}", "r"]):
         result = shop.command("mirror.py", *words, "--runs-dir", str(shop.runs))
-        result.refuses("is the folder of the run itself")
+        result.refuses("the copy would be in the run's own folder")
 
 
 def test_without_a_mirror_there_is_nothing_to_wait_for(shop: InProcess) -> None:
