@@ -6,6 +6,7 @@ does not delay training.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,16 +52,21 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
         sizes = {"figsize": (9, 8), "height_ratios": [3, 2]} if accuracies else {"figsize": (9, 5)}
         rows = 2 if accuracies else 1  # losses, and below them benchmarks over the same steps
         figure, axes = plt.subplots(rows, 1, dpi=150, sharex=True, layout="constrained", squeeze=False, **sizes)
-        for panel in axes.flat:
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.grid(axis="y", alpha=0.25, linewidth=0.6)
-        axes[0, 0].set_title(title)
-        _draw_losses(axes[0, 0], events)
-        if accuracies:
-            _draw_benchmarks(axes[1, 0], accuracies)
-        axes[-1, 0].set_xlabel("global step")
-        with atomic_file(picture.resolve()) as draft:  # resolved, so that a symbolic link remains a link
-            figure.savefig(draft, format="png", metadata={"Software": None})
+        try:
+            for panel in axes.flat:
+                panel.spines[["top", "right"]].set_visible(False)
+                panel.grid(axis="y", alpha=0.25, linewidth=0.6)
+            axes[0, 0].set_title(title)
+            _draw_losses(axes[0, 0], events)
+            if accuracies:
+                _draw_benchmarks(axes[1, 0], accuracies)
+            axes[-1, 0].set_xlabel("global step")
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format="png", metadata={"Software": None})
+        finally:
+            plt.close(figure)
+    with atomic_file(picture.resolve()) as draft:  # resolved, so that a symbolic link remains a link
+        draft.write_bytes(drawn.getvalue())
 
 
 def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]]]:

@@ -77,43 +77,44 @@ def test_the_last_state_is_drawn_even_while_the_file_is_being_written(run: RunDi
         os.kill(pid, 0)
 
 
-def drawn(run: RunDirectory, *events: Event) -> Any:
+def drawn(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, *events: Event) -> Any:
     """Return the figure of the chart of these events."""
-    import matplotlib.pyplot as plt  # loaded late, because it takes long
+    from harness.runs.chart import draw_training_chart  # imported here, because it loads matplotlib
 
-    from harness.runs.chart import draw_training_chart
-
+    figures: list[Any] = []
+    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
     for event in events:
         MetricsFile(run.metrics).append(event)
-    plt.close("all")
     draw_training_chart(run.metrics, run.chart, "r")
-    return plt.gcf()
+    return figures[-1]
 
 
-def test_losses_that_are_not_finite_and_a_peak_are_seen(run: RunDirectory) -> None:
+def test_losses_that_are_not_finite_and_a_peak_are_seen(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mark shows each step whose loss is not finite. A peak does not stretch the axis, and a single report is a
     point. Lines of earlier versions have no lowest and highest loss."""
     losses = [11.0, *[4.0] * 20, 900.0, *[3.5] * 20, *[math.nan] * 40]
     events = [TrainEvent(global_step=n, loss=each, loss_min=each, loss_max=each) for n, each in enumerate(losses)]
-    [axes] = drawn(run, *events).axes
+    [axes] = drawn(run, monkeypatch, *events).axes
     marks = next(line for line in axes.lines if line.get_label() == "loss not finite")
     assert [*marks.get_xdata()] == [*range(42, 82)]
     assert axes.get_xlim()[1] >= 81
     assert (3.0 < axes.get_ylim()[0] < 3.5, 4.0 < axes.get_ylim()[1] < 12) == (True, True)
     run.metrics.unlink()
-    [axes] = drawn(run, TrainEvent(global_step=5, loss=4.0)).axes
+    [axes] = drawn(run, monkeypatch, TrainEvent(global_step=5, loss=4.0)).axes
     assert axes.lines[0].get_marker() == "o"
 
 
 @pytest.mark.parametrize(("tasks", "length"), [(4, 8), (4, 60), (20, 25)])
-def test_the_benchmarks_legend_fits(run: RunDirectory, tasks: int, length: int) -> None:
+def test_the_benchmarks_legend_fits(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tasks: int, length: int
+) -> None:
     """At most twelve tasks are named, and no two of these look alike."""
     named = [
         BenchmarkEvent(global_step=s, task=f"{n:x>{length}}", metric="acc", value=0.3)
         for n in range(tasks)
         for s in (0, 9)
     ]
-    figure = drawn(run, *named)
+    figure = drawn(run, monkeypatch, *named)
     legend = figure.axes[1].get_legend()
     assert legend.get_window_extent().x1 <= figure.bbox.x1
     assert len(legend.get_texts()) == min(tasks, 13)
