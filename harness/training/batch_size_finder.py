@@ -381,9 +381,12 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
     config = experiment.config
     # All passes that `epochs` allows count. The last token is only a target, so it is subtracted below.
     there = experiment.available_tokens(data.lengths("train"))
-    smallest = config.model_copy(update={"microbatch_size": 1})
-    for size in config.global_batches:
-        smallest.accumulation_steps(world.size, size)  # raises UserError
+    if undivided := [size for size in config.global_batches if size % world.size]:
+        key = "batch_ramp" if config.batch_ramp else "global_batch_size"
+        raise UserError(
+            f'{experiment.run.train_json}: key "{key}": {undivided[0]} sequences are not a multiple of '
+            f"{world.size}, the number of ranks; change one of these numbers"
+        )
     per_sequence = world.size * config.gradient_accumulation_steps * experiment.model.context_length
     ceiling = (there - 1) // per_sequence
     if ceiling < 1:

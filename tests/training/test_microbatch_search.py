@@ -509,6 +509,15 @@ def test_a_text_too_short_for_a_batch_is_refused_with_the_tokens_that_training_m
         largest_with_data(experiment, ALONE, experiment.open_data())
 
 
+def test_a_global_batch_that_the_ranks_cannot_divide(tmp_path: Path) -> None:
+    """The microbatch of train.json, which the search replaces, is no part of the reason."""
+    experiment = loaded(Workshop(tmp_path), global_batch_size=6, gradient_accumulation_steps=None, microbatch_size=3)
+    with pytest.raises(
+        UserError, match='"global_batch_size": 6 sequences are not a multiple of 4, the number of ranks'
+    ):
+        largest_with_data(experiment, World(0, 0, 4, 4, ALONE.device), experiment.open_data())
+
+
 def test_a_folder_that_takes_nothing_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A result that cannot be written causes a warning of one line. Here a file is in the place of the results folder.
     A read-only folder would not do, because the tests may run as root, who could write into it."""
