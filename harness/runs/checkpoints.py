@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from harness.common.errors import EXIT, RunError, UserError
-from harness.common.files import SAFE_NAME, check_name, draft_folder, move, rename_whole, sha256, sync
+from harness.common.files import SAFE_NAME, check_name, check_writable, draft_folder, move, rename_whole, sha256, sync
 from harness.common.messages import GIB, abbreviated, nearest
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
@@ -224,6 +224,8 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
         raise UserError(f"{reason}; {offer}, or use --restart") from None
     if start is None or meta is None:
         if run.summary.is_file():  # so that nobody pays for a second training by accident
+            if folder.is_symlink():
+                check_writable(folder)  # its disk may not be mounted
             remedy = "put one back, or train the run again with ddp_train.py --restart"
             raise UserError(f"{run.summary}: the run has finished, but it has no checkpoint; {remedy}")
         return None

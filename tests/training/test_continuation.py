@@ -255,6 +255,9 @@ def test_a_finished_run_without_checkpoints_is_not_trained_again_by_accident(sho
     for options in ([], ["--plan"]):
         refused = shop.attempt(*options, run="emptied")
         refused.refuses("summary.json: the run has finished, but it has no checkpoint")
+        (run / "checkpoints").symlink_to("disk")  # which is not mounted: no reason to train again
+        shop.attempt(*options, run="emptied").refuses("a link to disk, which does not exist; mount its disk")
+        (run / "checkpoints").unlink()
     assert (run / "summary.json").read_bytes() == summary
     assert "Training complete" in shop.train_here("emptied", "--restart").stdout
     [aside] = (run / "aside").iterdir()
