@@ -347,8 +347,8 @@ class Experiment:
             part = [*config.dataset_weights][windows.index(0)]
             keys = "start_train_token or context_length" if config.start_train_token else "context_length"
             raise UserError(
-                f"the train split of {part} is too short: after its first {config.start_train_token:,} tokens there is "
-                f"no sequence of {self.model.context_length:,} tokens and their targets; lower {keys}, or make the "
+                f"the train split of {part} is too short: from token {config.start_train_token:,} on there is no "
+                f"sequence of {self.model.context_length:,} tokens and their targets; lower {keys}, or make the "
                 "dataset of more text"
             )
         batches = self.batches(layout, done_tokens)

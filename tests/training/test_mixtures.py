@@ -112,7 +112,7 @@ def test_what_cannot_be_mixed_is_one_line(shop: InProcess) -> None:
         shop.add_run("impossible", dataset=dataset, min_train_tokens=256)
         shop.attempt(run="impossible").refuses(words)
     shop.add_run("late", dataset=mixture(1, 9), min_train_tokens=64, start_train_token=700, epochs="repeat")
-    late = "the train split of local/second is too short: after its first 700 tokens"
+    late = "the train split of local/second is too short: from token 700 on there is no sequence"
     shop.attempt(run="late").refuses(late)
     shop.add_run("short", dataset=mixture(1, 9), min_train_tokens=64 * 20)
     shop.attempt(run="short").refuses("the train split of local/first + local/second is too short: in 1 epoch, ")

@@ -133,7 +133,7 @@ def test_what_cannot_be_continued_is_refused_by_name(shop: InProcess) -> None:
         ),
         ({"epochs": 2}, ["in 2 epochs", "wanted 2,561 tokens, but there are 1,985"]),
         ({"epochs": 0.01}, ["there are 1;"]),
-        ({"epochs": "repeat", "start_train_token": 990}, ["after its first 990 tokens", "no sequence of 16 tokens"]),
+        ({"epochs": "repeat", "start_train_token": 990}, ["from token 990 on there is no sequence of 16 tokens"]),
     ],
     ids=str,
 )
