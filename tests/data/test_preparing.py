@@ -354,10 +354,7 @@ def test_the_commands_printed_at_the_end_train(
         (["nowhere", "datasets/you/x"], '"nowhere": names no input files'),
         (["nowhere", "datasets/there/x"], '"nowhere": names no input files'),
         (["texts", "datasets/x"], "datasets/x: has no owner, but training looks for DATASETS_DIR/owner/name; give "),
-        (
-            ["texts", "out", "--tokenizer", "gpt5"],
-            "no such file, and tiktoken has no encoding of this name, only cl100k_base",
-        ),
+        (["texts", "out", "--tokenizer", "gpt5"], "gpt5: neither a file (tokenizer.json) nor an encoding of tiktoken"),
         (["texts"], "give INPUT and OUTPUT_DIR"),
         (["texts", "out", "--include", "*"], "--include needs a Hub dataset as the only INPUT"),
         (["texts", "out", "--tokenizer", "gpt2", "--train-tokenizer", "300"], "give at most one of them"),

@@ -31,7 +31,9 @@ def check_tokenizer(name: str | None) -> str | None:
     known = sorted(tiktoken.list_encoding_names())
     if name not in known:
         there = ", ".join(known)
-        raise UserError(f"--tokenizer {name}: no such file, and tiktoken has no encoding of this name, only {there}")
+        raise UserError(
+            f"--tokenizer {name}: neither a file (tokenizer.json) nor an encoding of tiktoken, which has {there}"
+        )
     return None
 
 
