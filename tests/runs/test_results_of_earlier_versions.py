@@ -11,9 +11,14 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from gpt import load_model, load_model_config
+from harness.data.tokenizers import train_bpe
 from harness.model.tensor_names import META
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, write_meta
 from harness.runs.checkpoints import list_checkpoints, load_checkpoint, verify_checkpoint
@@ -140,8 +145,45 @@ def test_lines_with_other_keys(tmp_path: Path) -> None:
     assert path.read_text().endswith('{"event": "validation", "global_step": 3, "loss": null}\n')
 
 
-def test_its_loss_is_measured(shop: InProcess, tmp_path: Path) -> None:
+def write_with_text(run: Path) -> list[str]:
+    """Enlarge the vocabulary and context of an earlier version's run so that it can process text, add a tokenizer to
+    its checkpoint, and return the paths of model.json and of the weights. The names of tensors, keys and files stay
+    those of the earlier version."""
+    checkpoint, sizes = checkpoint_of(run), {"vocab_size": 280, "context_length": 256}
+    weights = load_file(checkpoint / "model.safetensors")
+    for name, rows in {"tok_emb": 280, "out_head": 280, "pos_emb": 256}.items():
+        old = weights[f"{name}.weight"]
+        weights[f"{name}.weight"] = old.repeat(rows // len(old) + 1, 1)[:rows].contiguous()
+    save_file(weights, checkpoint / "model.safetensors")
+    texts = ["Say it, and say it again, as often as you can say that it is said."] * 9
+    train_bpe(iter(texts), 280, checkpoint / "t.json")
+    (run / "model.json").write_text(json.dumps(json.loads((run / "model.json").read_text()) | sizes))
+    meta: dict[str, Any] = json.loads((checkpoint / META).read_text())
+    meta |= {"model": meta["model"] | sizes, "tokenizer": "t.json", "sha256": {}}
+    (checkpoint / META).write_text(json.dumps(meta))
+    return [str(run / "model.json"), str(checkpoint / "model.safetensors")]
+
+
+@pytest.mark.slow
+def test_the_other_commands_take_a_checkpoint(shop: InProcess, tmp_path: Path) -> None:
+    """test_loss.py measures an earlier version's checkpoint. With a tokenizer added, test_smoke.py samples from it,
+    test_ift.py fine-tunes it, and convert_hf.py exports it to a model with the same logits."""
     run = Path(shutil.copytree(FIXTURES / "one_rank", tmp_path / "run"))
     files = [str(run / "model.json"), str(checkpoint_of(run) / "model.safetensors")]
     printed = shop.script("test_loss.py", str(shop.datasets), *files, "--dataset", DATASET).stdout
     assert 0 < float(printed.splitlines()[0].removeprefix("Loss on the test split: ")) < math.log(16)
+    files = write_with_text(run)
+    assert shop.script("test_smoke.py", *files, "--prompt", "Say", "--num-tokens", "3").stdout.startswith("Say")
+    (tmp_path / "data.json").write_text(json.dumps([{"instruction": "Say", "input": "", "output": "it"}] * 20))
+    options = ["--data", str(tmp_path / "data.json"), "--max-epochs", "1", "--max-new-tokens", "3", "--responses-only"]
+    assert "2 answers" in shop.script("test_ift.py", *files, *options).stdout
+    shop.script("convert_hf.py", "export", str(checkpoint_of(run)), str(tmp_path / "hf"))
+    import transformers
+
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ours, tokens = (
+        load_model(load_model_config(Path(files[0])), Path(files[1]), torch.device("cpu")),
+        torch.arange(0, 280, 7)[None],
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-5)
