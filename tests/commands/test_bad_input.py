@@ -189,12 +189,12 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "beyond",
         {"start_train_token": 9000},
-        ["after its first 9,000 tokens", "no sequence of 16 tokens", "lower start"],
+        ["from token 9,000 on", "no sequence of 16 tokens", "lower start"],
     ),
     (
         "all of nothing",
         {"start_train_token": 3990, "min_train_tokens": -1},
-        ["first 3,990", "no sequence of 16", "lower start"],
+        ["from token 3,990 on", "no sequence of 16", "lower start"],
     ),
     ("validation", {"validation_batches": 16}, ["validation split", "wanted 513 tokens", "there are 500"]),
     ("late validation", {"start_val_token": 404}, ["validation split", "wanted 501", "there are 500"]),
