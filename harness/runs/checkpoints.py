@@ -310,10 +310,11 @@ def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> None
     # `best` may point to the wrong checkpoint: the process may have been killed between replacing the two links, or the
     # best checkpoint may be of a later step. The best step recorded in `start` is right.
     best = [path for at, path in known if at == meta.best_step]
-    point(folder, LATEST, start)  # before anything is moved, so that no link ever dangles
-    if best:
-        point(folder, BEST, best[-1])
-    elif (folder / BEST).is_symlink():
+    for link, path in ((LATEST, start), *((BEST, path) for path in best[-1:])):
+        is_right = (folder / link).is_symlink() and os.path.realpath(folder / link) == os.path.realpath(path)
+        if not is_right:
+            point(folder, link, path)  # before anything is moved, so that the link never dangles
+    if not best and (folder / BEST).is_symlink():
         (folder / BEST).unlink(missing_ok=True)  # the link's target was pruned, or is moved below
     if later:
         aside = make_aside() / "checkpoints"
