@@ -346,7 +346,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
         say(world, f"{run.path.name} is finished: {steps:,} global steps; --restart trains it again")
         if prepared.checkpoint and prepared.meta and not prepared.is_from_notebook:
             world.on_rank0(partial(rewind, run, prepared.checkpoint, prepared.meta))
-        world.on_rank0(partial(restore_summary, prepared))
+        world.on_rank0(partial(restore_summary, prepared, world))
         prepared.uploads.start()
     else:
         stop.ceiling_at = time.monotonic() + min(clock.ceilings(experiment.config).values(), default=math.inf)

@@ -298,11 +298,7 @@ class Reporter:
             benchmarks_due=interrupted_evaluation == "benchmarks",
             **self.clock.spent(),
             metrics_bytes=self.metrics.size(),
-            world_size=self.world.size,
-            microbatch_size=prepared.layout.microbatch_size,
-            accumulation_steps=prepared.layout.accumulation_steps,
-            device=self.world.device_name,
-            torch=str(torch.__version__),
+            **machine_and_batch(prepared, self.world),
             tokenizer=tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
             precision=prepared.step_config.precision,
             versions=program_versions(),
@@ -320,12 +316,23 @@ class Reporter:
         self.metrics.append(kind(**place, seconds=round(self.clock.total, 3), **values))
 
 
-def restore_summary(prepared: PreparedRun) -> None:
+def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
+    """Return meta.json's entries about the machine, torch's version and the batch of this process."""
+    return {
+        "world_size": world.size,
+        "microbatch_size": prepared.layout.microbatch_size,
+        "accumulation_steps": prepared.layout.accumulation_steps,
+        "device": world.device_name,
+        "torch": str(torch.__version__),
+    }
+
+
+def restore_summary(prepared: PreparedRun, world: World) -> None:
     """Write and print the summary of a finished run from its last checkpoint, if summary.json is missing, or is from
     before the user raised the budget and has fewer tokens than the checkpoint. Rank 0 only. Raises RunError if
     summary.json cannot be written."""
     meta, run = prepared.meta, prepared.experiment.run
-    if meta is None or meta.device is None:  # None: a notebook's checkpoint
+    if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return
     if run.summary.exists():
         try:
@@ -334,11 +341,12 @@ def restore_summary(prepared: PreparedRun) -> None:
             return
         if seen is None or seen >= meta.tokens_seen:
             return
+    # Use this process's values only for keys that a checkpoint of an earlier version lacks.
+    missing = {key: value for key, value in machine_and_batch(prepared, world).items() if not getattr(meta, key)}
     if meta.last_step not in (None, meta.global_step):  # the budget has been lowered to this step
         train = meta.train | {key: prepared.provenance.train[key] for key in (*BUDGETS, "epochs")}
-        now: dict[str, Any] = {"train": train, "budget": prepared.budget}
+        missing |= {"train": train, "budget": prepared.budget}
         if changed := [*meta.changed, *changes_of_result(meta, train, {})]:
-            now["changed"] = changed
-        meta = meta.model_copy(update=now)
+            missing["changed"] = changed
     # Without the peak memory, which was lost with the process that trained
-    write_summary(run, summarize(run.path.name, meta, prepared.experiment.model))
+    write_summary(run, summarize(run.path.name, meta.model_copy(update=missing), prepared.experiment.model))
