@@ -117,8 +117,8 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
     """Return the commit hash of a dataset's `revision` (by default the newest commit), and its files with their hashes,
     without IGNORED_FILES.
 
-    Raises UserError if the Hub cannot be read, if the repository has no other files, or if a file's path leads out of
-    the download folder. With such a path, a hostile endpoint could have any file of this machine overwritten.
+    Raises UserError if the Hub cannot be read, if no file is left, or if a file's path leads out of the download
+    folder. With such a path, a hostile endpoint could have any file of this machine overwritten.
     """
     info = work.call(
         lambda: huggingface_hub.HfApi().dataset_info(

@@ -185,7 +185,7 @@ def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -
 
 def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
     """Return the name of the field that holds an event's place on the axis, and the factor that converts the field into
-    the axis's unit. Raises UserError if the run has no such factor."""
+    the axis's unit. Raises UserError if the factor is 0 or unknown."""
     if axis == "dollars":
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
         if not dollars or not seconds:

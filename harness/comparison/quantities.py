@@ -422,8 +422,7 @@ def _scores(record: RunRecord) -> Values:
 
 
 def benchmark_basis(result: BenchmarkResult) -> Basis:
-    """Return the basis of the scores of one task and metric: the numbers of shots and examples, lm-eval's version, and
-    the precision."""
+    """Return the basis of the scores in a result: numbers of shots and examples, lm-eval's version, and precision."""
     shots = "the task's own shots" if result.num_fewshot is None else f"{result.num_fewshot} shots"
     examples = "all examples" if result.limit is None else f"the first {result.limit} examples"
     identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)

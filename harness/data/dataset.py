@@ -291,7 +291,7 @@ def remembered(dataset: Dataset, name: str, files: object, kind: type[Result], s
     """Return the result of `scan()`, or that of an earlier call with the same `files`.
 
     `files` is a JSON value that identifies the scanned files. Results are saved in DATASETS_DIR/.scans, in a file named
-    after the dataset and `name`. `kind` must refuse the values of a damaged file.
+    after the dataset and `name`. `kind`, the class of the result, must refuse the values of a damaged file.
     """
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{name}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or a damaged file

@@ -134,8 +134,8 @@ class ModelConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, raw: Any) -> Any:
-        """Replace `{"depth": d}` by the keys of that shape, and fill in `rope_base` and `norm_gain` if the model uses
-        them, so that they are recorded.
+        """Replace `depth` by the keys that it sets, and fill in `rope_base` and `norm_gain` if the model uses them, so
+        that they are recorded.
 
         Heads are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2 small: 12 layers, 12
         heads, width 768.

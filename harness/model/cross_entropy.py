@@ -80,7 +80,7 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
 def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = torch.float32) -> int:
     """Return the number of rows per chunk for `rows` rows of `width` logits. Only the last chunk may have fewer rows.
 
-    Chunks are as few and equal as CHUNK_LOGITS (doubled in 16 bits on a CPU), FP16_ROWS and TILE allow.
+    Chunks are as few, and as equal, as CHUNK_LOGITS (doubled in 16 bits on a CPU), FP16_ROWS and TILE allow.
     """
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:

@@ -155,8 +155,8 @@ class RunDirectory:
         return folder
 
     def set_results_aside(self) -> Path | None:
-        """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return that folder,
-        or None if there was nothing to move.
+        """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return it, or None
+        if there was nothing but results of -f.
 
         If the moves are interrupted, their order ensures that the run can still resume or start again, and that
         `results/` never holds measurements of weights that are gone. Raises RunError if a move fails, and OSError if a

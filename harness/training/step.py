@@ -70,8 +70,8 @@ class OptimizerStep:
 
         `model(inputs, targets)` must return a tensor of loss terms, or a scalar if there is only one. The sum of the
         terms is minimized, and the first term is reported as the loss. `partition` has no effect unless train.json's
-        `shard_optimizer` is true. `report_progress` is called whenever this rank has finished a part of its own work
-        and may have to wait for the other ranks.
+        `shard_optimizer` is true. `report_progress` is called when a backward pass has computed all gradients, and
+        before one that may exchange them.
 
         Raises UserError if this device or the optimizer does not support the precision that train.json demands.
         """
