@@ -42,6 +42,7 @@ PEER_GONE_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection timed out",
+    "Connection was likely closed",  # of torchrun's store: "Failed to recv, got 0 bytes. ..."
     "Broken pipe",
     "No route to host",
     "Host is unreachable",

@@ -7,13 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
 
-from harness.common.errors import RunError
-from harness.distributed.rendezvous import agree_on_restart_id
+from harness.common.errors import PeerError, RunError
+from harness.distributed.rendezvous import agree_on_restart_id, connection_errors_as_peer_errors
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Workshop, finish, rank_variables
 
 SIZE = 4
+
+# torch 2.15's error if torchrun is killed while a rank reads from its store
+STORE_GONE = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
+
+
+def test_a_store_that_is_gone_is_a_lost_peer() -> None:
+    with pytest.raises(PeerError), connection_errors_as_peer_errors():
+        raise DistNetworkError(STORE_GONE)
 
 
 def agree(store: HashStore, ranks: range = range(SIZE), timeout: float = 20.0) -> list[str]:
