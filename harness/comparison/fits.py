@@ -49,6 +49,7 @@ def fits(table: RunsTable) -> Iterator[str]:
             (batch, loss.value, tokens)
             for (record, batch, tokens), loss in zip(rows, losses, strict=False)
             if record.state.word not in UNFINISHED and None not in (batch, loss.value)
+            if not (record.summary and record.summary.has_diverged)
         ]
         if len({batch for batch, _, _ in found}) >= LEAST_BATCHES:
             others = [each.title for each in table.columns if each.is_setting and each.title not in LEFT_OPEN]

@@ -244,6 +244,8 @@ def test_no_curve_over_batches_where_something_else_differs_too(tmp_path: Path) 
     young = run(10, 4.0).add_checkpoint(LATEST, "latest", microbatch_size=10)
     young.directory.summary.unlink()
     assert [*fits(table_of(*alike[:2], young))] == [], "an unfinished run gives no point"
+    lost = run(10, 5.0).finish(microbatch_size=10, has_diverged=True)
+    assert [*fits(table_of(*alike[:2], lost))] == [], "a run that diverged gives no point"
     longer = run(10, 2.2).finish(microbatch_size=10, tokens_seen=25_600)
     assert [*fits(table_of(*alike, longer))] == [
         "Loss over the global batch: inconclusive, because the number of tokens differs, too"
