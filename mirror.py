@@ -43,7 +43,7 @@ def list_runs(url: str) -> None:
 @main.command(cls=Command, short_help="Bring a run to this machine.")
 @URL
 @click.argument("run")
-@click.option("--without-weights", is_flag=True, help="Fetch no checkpoint; compare_runs.py needs none.")
+@click.option("--without-weights", is_flag=True, help="No checkpoint; compare_runs.py needs none of a finished run.")
 @RUNS_DIR
 def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.

@@ -81,6 +81,10 @@ def test_a_fetched_run_that_trains_elsewhere_is_not_stopped(store: Path, here: I
         return str(json.loads(here.script("compare_runs.py", "r", "--json").stdout)["runs"][0]["state"])
 
     assert fetched_state() == "going on"
+    owner.write_text(json.dumps({"host": "box", "pid": 7, "id": "x", "heard": time.time() - 86400}))  # it was lost
+    assert fetched_state() == "stopped"
+    owner.write_text(json.dumps({"host": "box", "pid": 7, "id": "x", "heard": time.time()}))
+    assert fetched_state() == "going on"
     owner.unlink()  # the run has stopped there
     assert fetched_state() == "stopped"
 
