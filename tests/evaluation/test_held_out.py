@@ -86,6 +86,13 @@ def test_the_loss_is_that_of_each_sequence_by_itself(shop: Workshop) -> None:
         assert (result.device, result.precision, result.torch) == (device_name(CPU), "fp32", torch.__version__)
 
 
+def test_a_lack_of_memory_is_one_line(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt.load_model", lambda *_: torch.empty(2**60))
+    done = measure(shop, "r")
+    assert done.refuses(status=1).startswith("error: out of memory (")
+    assert "lower --batch-size" in done.stderr
+
+
 @pytest.mark.parametrize("is_path", [False, True])
 def test_a_model_stays_the_same_when_best_moves(shop: Workshop, is_path: bool) -> None:
     """Training may point `best` to another checkpoint while the one that was named is measured."""
