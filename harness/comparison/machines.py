@@ -55,10 +55,10 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
         if other.path.name != name:
             with suppress(UserError):
                 known += known_speeds(other, model, train)
+    batches = f" in global batches of {sequences:,} sequences" if sequences else ""
     yield from paragraph(
-        f"{name} on other machines: {tokens:,} tokens in global batches of {sequences:,} sequences. Hours and "
-        "dollars are of training alone, without validation, checkpoints and set-up. ddp_train.py -f finds the largest "
-        "microbatch size that fits."
+        f"{name} on other machines: {tokens:,} tokens{batches}. Hours and dollars are of training alone, without "
+        "validation, checkpoints and set-up. ddp_train.py -f finds the largest microbatch size that fits."
     )
     found: list[tuple[str, float, Machine, KnownSpeed]] = []  # basis, dollars, machine, speed
     reasons: dict[str, list[str]] = {}
@@ -110,9 +110,9 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
 
 
 def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
-    """Return the model, train.json with defaults, the number of sequences per global batch, and the number of tokens in
-    the whole training of the run, which need not have been trained yet. Returns Inconclusive if one of these is
-    unknown."""
+    """Return the model, train.json with defaults, the number of sequences per global batch (0: as the number of GPUs
+    will make it), and the number of tokens in the whole training of the run, which need not have been trained yet.
+    Returns Inconclusive if one of these is unknown."""
     if not run.train_json.exists():
         return Inconclusive("it has no train.json, which would say how much it trains on")
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
@@ -121,15 +121,16 @@ def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[st
     try:
         name, price = run.path.name, config.price_per_hour
         meant = machine_of_run(name, price, prices) or machine_of_run(name, price)
-        ranks = meant[0].gpus if meant else 1
+        # Steps without a global batch, on a machine that is not known, are counted as on one GPU.
+        ranks, is_fixed = meant[0].gpus if meant else 1, bool(meant or config.global_batches or config.train_steps)
         layout = BatchLayout(ranks, config.accumulation_steps(ranks), config.microbatch_size, model.context_length)
         if summary is not None and summary.microbatch_size and summary.accumulation_steps:
             ranks, steps, size = summary.world_size, summary.accumulation_steps, summary.microbatch_size
-            layout = BatchLayout(ranks, steps, size, model.context_length)
+            layout, is_fixed = BatchLayout(ranks, steps, size, model.context_length), True
         elif reported is not None and reported.layout is not None:
             there = reported.layout
             if (there.microbatch_size, there.context_length) == (config.microbatch_size, model.context_length):
-                layout = there
+                layout, is_fixed = there, True
         recorded = summary.budget if summary else None
         if recorded and getattr(config, recorded.key, None) == recorded.value:  # None: a key of an earlier version
             tokens: int | None = recorded.tokens
@@ -143,7 +144,8 @@ def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[st
             f"its number of tokens is not known: {config.budget_key} is -1 (the whole split), and the run has not been "
             "trained to its end yet"
         )
-    return model, config.model_dump(mode="json"), layout.global_tokens // layout.context_length, tokens
+    sequences = layout.global_tokens // layout.context_length if is_fixed else 0
+    return model, config.model_dump(mode="json"), sequences, tokens
 
 
 def known_speeds(run: RunDirectory, model: ModelConfig, train: Mapping[str, Any]) -> list[KnownSpeed]:

@@ -61,6 +61,11 @@ def test_the_table_of_the_notebooks_first_run(tmp_path: Path) -> None:
     values["machines"][0]["machine"] = "a machine with a very long name that somebody rents from somebody else"
     (tmp_path / "prices.json").write_text(json.dumps(values))
     lines_of(run, SHIPPED, tmp_path / "prices.json")
+    mine = RunDirectory(tmp_path / "mine")  # the price is that of no listed machine, and nothing gives a global batch
+    mine.path.mkdir()
+    mine.model_json.write_text(run.model_json.read_text())
+    mine.train_json.write_text(json.dumps(read_json_object(run.train_json) | {"price_per_hour": 12.5}))
+    assert "8x A100 40 GiB 10.32 262,840 3.45 35.56 reported" in text_of(mine, *SHIPPED)
     by_six = text_of(RunDirectory(SHIPPED_RUNS / "original"), *SHIPPED)
     assert "because the run's global batch of 6 sequences cannot be divided among 8 GPUs" in by_six
 
@@ -104,9 +109,11 @@ def test_a_measured_speed_of_the_same_training_comes_before_a_reported_one(
 def test_tokens_are_those_of_the_budget_or_of_the_training_that_took_all_there_was(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
     run = RunDirectory(shop.add_run(min_train_tokens=1280))
+    assert text_of(run).startswith("r on other machines: 1,280 tokens. "), "the batch has as many ranks as the machine"
+    shop.add_run(min_train_tokens=1280, gradient_accumulation_steps=None, global_batch_size=4)
     assert text_of(run).startswith("r on other machines: 1,280 tokens in global batches of 4 sequences.")
     shop.add_run(min_train_tokens=None, target_flops=49_152 * 64 * 7.5)
-    assert text_of(run).startswith(f"r on other machines: {7 * 64} tokens ")
+    assert text_of(run).startswith(f"r on other machines: {7 * 64} tokens. ")
     shop.add_run(min_train_tokens=-1)
     assert text_of(run) == (
         "r on other machines: inconclusive, because its number of tokens is not known: min_train_tokens is -1 (the "
