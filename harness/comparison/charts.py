@@ -18,7 +18,7 @@ from harness.comparison.arms import find_arms
 from harness.comparison.quantities import Basis, training_basis, validation_basis
 from harness.comparison.records import RunRecord
 from harness.comparison.table import cut_names
-from harness.runs.metrics import TrainEvent, ValidationEvent, newest_first
+from harness.runs.metrics import Event, TrainEvent, ValidationEvent, newest_first
 
 LEAST_POINTS = 2
 # Length of a curve's first part, as a fraction of the place of its last point. Losses there begin near ln(vocabulary
@@ -154,7 +154,7 @@ def _curves_on(
     left_out: dict[str, list[str]] = {}
     for name, record in drawn.items():
         try:
-            key, factor = _place_on(axis, record)
+            key, factor = _place_on(axis, record, losses[name])
         except UserError as error:
             left_out.setdefault(str(error), []).append(name)
         else:
@@ -183,15 +183,17 @@ def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -
     return Curve(label, x, y, low, high, len(runs))
 
 
-def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
-    """Return the name of the field that holds an event's place on the axis, and the factor that converts the field into
-    the axis's unit. Raises UserError if the factor is 0 or unknown."""
+def _place_on(axis: str, record: RunRecord, events: Sequence[Event]) -> tuple[str, float]:
+    """Return the name of the field that holds the place of the `events` on the axis, and the factor that converts the
+    field into the axis's unit. Raises UserError if the factor is 0 or unknown."""
     if axis == "dollars":
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
         if not dollars or not seconds:
             missing = "it cost nothing" if dollars == 0 else 'train.json had no "price_per_hour"'
             raise UserError(f"{missing}, so its losses cannot be drawn over dollars")
-        return "seconds", dollars / seconds  # on average, if the price has changed
+        if all(each.dollars is not None for each in events):
+            return "dollars", 1.0
+        return "seconds", dollars / seconds  # an earlier version's lines, or there was no price yet
     if axis == "flops":
         if record.shape is None:
             raise UserError("FLOPs per token are not known: its model's shape is missing or invalid; check model.json")

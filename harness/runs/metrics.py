@@ -36,6 +36,7 @@ class Event(BaseModel):
     global_step: int
     tokens_seen: int = 0
     seconds: MaybeNumber = None  # spent in all phases up to this event
+    dollars: MaybeNumber = None  # likewise; not written without a price
 
 
 class TrainEvent(Event):

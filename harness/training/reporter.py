@@ -313,7 +313,8 @@ class Reporter:
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
-        self.metrics.append(kind(**place, seconds=round(self.clock.total, 3), **values))
+        spent = {what: round(sum(by_phase.values()), 6) for what, by_phase in self.clock.spent().items()}
+        self.metrics.append(kind(**place, **spent, **values))
 
 
 def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:

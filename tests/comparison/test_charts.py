@@ -40,6 +40,18 @@ def test_each_axis(tmp_path: Path, axis: str, places: list[float]) -> None:
     assert curve.y == pytest.approx([4.1, 4.0, 3.9])
 
 
+def test_a_loss_is_drawn_at_the_dollars_that_the_run_had_cost(tmp_path: Path) -> None:
+    """The run went on at a tenth of its first price."""
+    run = trained(tmp_path, "a")
+    for step, dollars in ((30, 5.0), (40, 5.5)):
+        place: dict[str, Any] = {"global_step": step, "tokens_seen": step * 128, "seconds": 3.6 * step}
+        MetricsFile(run.directory.metrics).append(ValidationEvent(**place, dollars=dollars, loss=3.0))
+    assert chart_of(run, axis="dollars").curves[0].x == pytest.approx([0, 0.36, 0.72, 1.08, 1.44]), "an older beginning"
+    lines = run.directory.metrics.read_text().splitlines(keepends=True)
+    run.directory.metrics.write_text("".join(line for line in lines if "dollars" in line))
+    assert chart_of(run, axis="dollars").curves[0].x == [5.0, 5.5]
+
+
 def test_replicates_are_one_curve_with_a_band_and_the_lowest_comes_first(tmp_path: Path) -> None:
     a, b, other = trained(tmp_path, "a-seed1"), trained(tmp_path, "a-seed2", 2), trained(tmp_path, "b", 1, 0.002)
     last = ValidationEvent(global_step=30, tokens_seen=31 * 128, seconds=108.0, loss=3.0)

@@ -282,7 +282,7 @@ def metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 # Values that differ between two runs that do the same work.
-TIMES = {"seconds", "tokens_per_second", "mfu"}
+TIMES = {"seconds", "dollars", "tokens_per_second", "mfu"}
 
 
 def without_times(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -76,6 +76,7 @@ def test_each_second_costs_the_price_of_its_time(shop: InProcess) -> None:
     for phase, seconds in summary["seconds"].items():
         before = earlier["seconds"].get(phase, sum(earlier["seconds"].values()))
         assert summary["dollars"][phase] == pytest.approx(before + (seconds - before) / 100, abs=0.002)
+    assert metrics(run)[-1]["dollars"] == pytest.approx(summary["dollars"]["total"], abs=0.1)
     (run / "summary.json").unlink()
     record = RunRecord.read(RunDirectory(run))
     assert record.dollars["total"] == pytest.approx(summary["dollars"]["total"], abs=0.1)
