@@ -85,13 +85,20 @@ ByBasis = dict[Basis, dict[int, Measurement]]  # measurements of several runs, b
 
 
 def by_basis(values: Sequence[Values]) -> ByBasis:
-    """Return the measurements by basis and by the run's index in `values`. Bases with more runs come first. If a run
-    has several measurements of one basis, the first counts."""
+    """Return the measurements by basis and by the run's index in `values`. Bases with more runs come first, and of
+    equally many, those with more text. If a run has several measurements of one basis, the first counts."""
     found: ByBasis = {}
     for index, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:
             found.setdefault(measurement.basis, {}).setdefault(index, measurement)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+    def size(measured: dict[int, Measurement]) -> float:
+        result = next(iter(measured.values())).result
+        if isinstance(result, LossResult):
+            return result.text.windows * result.text.context_length
+        return (result.limit or math.inf) if isinstance(result, BenchmarkResult) else 0
+
+    return dict(sorted(found.items(), key=lambda item: (len(item[1]), size(item[1])), reverse=True))
 
 
 @dataclass(frozen=True)

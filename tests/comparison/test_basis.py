@@ -66,6 +66,17 @@ def test_two_groups_are_two_columns(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("part", [{"windows": each} for each in range(1, 6)], ids=str)
+def test_the_longer_of_two_texts_counts(tmp_path: Path, part: dict[str, Any]) -> None:
+    """A short measurement (test_loss.py --batches) of runs that were measured on the whole split is not the one that
+    the table and the verdict use, whatever the names of the results' files."""
+    runs = [run.test_loss(2.1).test_loss(2.4, **part) for run in low_and_hot(tmp_path, 2.1, 2.2)]
+    for measured in (runs, runs[:1]):
+        column = columns(table_of(*measured), "test_loss")[0]
+        assert {cell.value for cell in column.cells} == {2.1}
+    assert "by test loss on 40 x 16 tokens" in compare_with("low-seed1", records(*runs)).title
+
+
 def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
     """Bits per byte of two tokenizers are compared if the measured parts of a split have equally many bytes, to within
     the last batch of 6 windows. Here these are 40 x 16 tokens of 2 / ln 2 bytes each, and 20 x 16 tokens of 4 / ln 2
