@@ -196,6 +196,8 @@ def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | 
     batches, microbatch = train.pop("validation_batches"), train.get("microbatch_size")
     if isinstance(batches, int) and isinstance(microbatch, int):  # another way to give validation_sequences
         train["validation_sequences"] = batches * microbatch
+    if known["world_size"] < 3:  # one rank exchanges no gradients, and a sum of two has the same bits in any order
+        del train["bucket_mb"]
     if train["min_train_tokens"] == -1 and at_end:
         train["min_train_tokens"] = record.tokens_seen
     train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]

@@ -94,7 +94,15 @@ def test_keys_without_effect_on_the_outcome(key: str) -> None:
     assert groups_of(a={}, b={SEED: 1, key: 2 * (TRAIN.get(key) or 40)}) == [("a", "b")]
 
 
-OTHERS = TrainConfig.model_fields.keys() - {*WITHOUT_EFFECT, SEED, *SEEDS, "validation_sequences"}
+@pytest.mark.parametrize(("ranks", "groups"), [(1, [("a", "b")]), (2, [("a", "b")]), (3, [("a",), ("b",)])])
+def test_bucket_mb_makes_another_arm_where_more_than_two_gradients_are_added(ranks: int, groups: list[Any]) -> None:
+    earlier, now = (
+        {SEED: seed, "bucket_mb": size, "summary": {"world_size": ranks}} for seed, size in ((1, None), (2, 100))
+    )
+    assert groups_of(a=earlier, b=now) == groups
+
+
+OTHERS = TrainConfig.model_fields.keys() - {*WITHOUT_EFFECT, SEED, *SEEDS, "validation_sequences", "bucket_mb"}
 
 
 @pytest.mark.parametrize("key", sorted(OTHERS))
