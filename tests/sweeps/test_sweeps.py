@@ -302,6 +302,20 @@ def test_what_affects_no_result_may_be_changed_in_a_runs_folder(shop: Workshop) 
     refusal(sweep.missing, begins=f"{shop.runs / 's-seed1'}: there is another run of this name (learning_rate: 0.5")
 
 
+def test_a_sweep_goes_on_if_its_base_now_counts_the_same_validation_in_sequences(shop: Workshop) -> None:
+    keys: dict[str, Any] = {"set": {"microbatch_size": 2}, "vary": {"random_seed": [1]}}
+    given, base = {"validation_interval": 1, "start_val_token": 0}, shop.runs / "base" / "train.json"
+    train = {key: value for key, value in json.loads(base.read_text()).items() if not key.startswith("validation_")}
+    base.write_text(json.dumps({**train, **given, "validation_batches": 3}))
+    write_runs(load(shop, **keys).missing())
+    base.write_text(json.dumps({**train, **given, "validation_sequences": 6}))
+    assert load(shop, **keys).missing() == []
+    base.write_text(json.dumps({**train, **given, "validation_sequences": 7}))
+    refusal(
+        load(shop, **keys).missing, begins=f"{shop.runs / 's-seed1'}: there is another run of this name (validation_"
+    )
+
+
 def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     real, renamed = Path.rename, iter([False, False, True])
 
