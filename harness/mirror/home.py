@@ -107,8 +107,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
 
 def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: bool) -> bool:
     """Return True if the mirror's summary and chart may replace the run's. A damaged summary may not. With a checkpoint
-    here, the mirror's summary must describe at least as many tokens as the summary here and, with weights, at most as
-    many as the newest checkpoint here."""
+    here, the mirror's summary must describe at least the tokens of the summary here and, if `with_weights`, at most
+    those of the newest checkpoint here."""
     there = tokens_of_summary(retried(mirror, lambda: mirror.read(run.summary.name)))
     if there == math.inf or not (checkpoints := list_checkpoints(run.checkpoints)):
         return there < math.inf

@@ -2,7 +2,7 @@
 upload to the mirror is over. `notify` is a URL that gets messages about the start and the end of training.
 
 A separate process, the watcher, runs the command and sends the messages, so that both happen even if training is
-killed. The watcher waits on its standard input, to which the training process writes its exit status. If training is
+killed. The watcher waits on its standard input, to which its parent writes training's exit status. If the parent is
 killed, the input ends without a status.
 """
 
@@ -69,7 +69,7 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
     command does not run.
 
     Before it exits, the calling process waits until the watcher has ended. A calling process that torchrun started does
-    not wait, because the command runs only once torchrun has ended: torchrun may start its ranks again.
+    not wait: the command runs only once torchrun, which may start its ranks again, has ended.
     """
     if config.on_end is None and config.notify is None:
         return
