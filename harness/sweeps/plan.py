@@ -20,7 +20,7 @@ from harness.common.program import gpu_names
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
 from harness.comparison.table import cut_names
 from harness.planning.machines import hourly_price
-from harness.planning.plan import Plan, make_plan, planned_start
+from harness.planning.plan import Plan, checked_plan
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.budget import wanted_tokens
 from harness.runs.metrics import describe_progress
@@ -153,7 +153,7 @@ class Planner:
         experiment = run.experiment(self.datasets_dir)
         with explained(f"{run.name}: "):
             experiment.check_together()
-            plan = make_plan(experiment, self.processes, planned_start(experiment, self.processes, None))
+            plan = checked_plan(experiment, None, self.processes, restart=False)
         train = {key: run.settings[key] for key in (*KERNEL_KEYS, "batch_ramp")}
         shape = json.dumps([run.model_config.model_dump(mode="json"), vars(plan.layout), train])
         if shape not in self.speeds:

@@ -167,6 +167,8 @@ def test_what_cannot_be_trained_is_said(shop: Workshop) -> None:
     assert "Cannot be trained: s-tokens1000000: the train split of local/letters is too short" in said
     with pytest.raises(UserError, match="s-tokens1000000-seed1: the train split of local/letters is too short"):
         plan(shop, vary={"min_train_tokens": [10**6], "random_seed": [1, 2]})
+    with pytest.raises(UserError, match=r"s-seed1: .*nowhere"):
+        plan(shop, set={"initial_weights": "nowhere/model.safetensors"}, vary={"random_seed": [1, 2]})
 
 
 def test_the_command_prints_the_plan_before_anything_is_made(shop: Workshop) -> None:
