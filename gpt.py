@@ -323,9 +323,9 @@ class Permuted(torch.autograd.Function):
 def computes_in_groups(x_RxC: Tensor) -> bool:
     """Return True to compute the experts with `grouped_experts`, False with `experts_one_by_one`.
 
-    To read the number of rows of each expert, `experts_one_by_one` waits for the GPU, or breaks the graph when
-    compiling. On the CPU, and for the few tokens of a generation step, it is as fast as `grouped_experts`. torch has no
-    grouped product in fp64.
+    To read each expert's number of rows, `experts_one_by_one` waits for the GPU, or breaks the graph when compiling. On
+    the CPU, and in generation (few tokens, no gradients), it is as fast as `grouped_experts`. torch has no grouped
+    product in fp64.
     """
     suits = torch.compiler.is_compiling() or (x_RxC.is_cuda and torch.is_grad_enabled())
     return suits and x_RxC.dtype != torch.float64

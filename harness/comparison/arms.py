@@ -168,8 +168,7 @@ def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | 
     second has torch's version, the device, the number of ranks and the attention kernel. With `at_end` false, the run
     need not have finished, and the number of tokens that it has seen does not count.
 
-    Returns Inconclusive if the run's replicates cannot be recognized, for example because one of these facts was not
-    recorded.
+    Returns Inconclusive if the run's replicates cannot be recognized, for example because its dataset was not recorded.
     """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}

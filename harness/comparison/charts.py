@@ -196,7 +196,7 @@ def _place_on(axis: str, record: RunRecord, events: Sequence[Event]) -> tuple[st
         return "seconds", dollars / seconds  # an earlier version's lines, or there was no price yet
     if axis == "flops":
         if record.shape is None:
-            raise UserError("FLOPs per token are not known: its model's shape is missing or invalid; check model.json")
+            raise UserError("FLOPs per token are not known: the model's shape is missing or invalid; check model.json")
         return "tokens_seen", record.shape.flops_per_token
     return {"tokens": ("tokens_seen", 1.0), "steps": ("global_step", 1.0), "hours": ("seconds", 1 / 3600)}[axis]
 

@@ -111,8 +111,8 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
     ended is also silent, and other ranks may be stuck because they wait for it.
 
     A fault is reported after `stuck` seconds without progress inside `Watchdog.guard`, or `silent` seconds without a
-    heartbeat of a rank or an answer of the store. The end of a rank's process is reported after `gone` seconds, because
-    the process may have printed the reason itself.
+    heartbeat of a rank or an answer of the store. The end of a rank's process is reported after `gone` seconds, so that
+    messages about its error come first.
     """
     last = heartbeats.last
     ended = [rank for rank, each in enumerate(last) if each.gone_since is not None and now - each.gone_since >= gone]

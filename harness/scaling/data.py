@@ -126,7 +126,7 @@ def read_points(path: Path) -> Points:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8 text; give a CSV file") from None
+        raise UserError(f"{path}: not UTF-8; give a CSV in UTF-8") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a CSV file of points") from None
     lines = ["" if line.startswith("#") else line.strip() for line in text.splitlines()]
