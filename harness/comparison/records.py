@@ -196,6 +196,9 @@ class RunRecord:
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
         price, meta = self.train.get("price_per_hour"), self.meta
+        if self.progress and self.progress.dollars is not None:
+            phases = meta.dollars if meta else {}
+            return {**phases, "total": max(self.progress.dollars, sum(phases.values()))}
         if self.summary or meta is None or not meta.dollars:
             return cost_by_phase(self.seconds, price) or {}
         later = max(0.0, self.seconds.get("total", 0.0) - sum(meta.seconds.values()))

@@ -216,6 +216,7 @@ class RunProgress:
     global_step: int
     tokens_seen: int
     seconds: float | None  # of all phases
+    dollars: float | None  # likewise; None also in a line of an earlier version
     train_loss: float | None
     validation_loss: float | None
     tokens_per_second: float | None
@@ -271,6 +272,7 @@ def read_progress(path: Path) -> RunProgress | None:
         global_step=last.global_step,
         tokens_seen=last.tokens_seen,
         seconds=last.seconds,
+        dollars=last.dollars,
         train_loss=train.loss if train else None,
         validation_loss=validation.loss if validation else None,
         tokens_per_second=train.tokens_per_second if train else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from harness.comparison.records import RunRecord
 from harness.comparison.table import Column, RunsTable, number_text, table_json, table_lines
 from harness.data.ngrams import Overlap
 from harness.runs.directory import RunDirectory
+from harness.runs.metrics import MetricsFile, TrainEvent
 from tests.runs.test_reported import COSTS, LOSSES
 from tests.support.compared_runs import BEST, LATEST, TEXT, RunFolder, table_of
 from tests.support.isolation import SHIPPED_RUNS
@@ -152,6 +154,9 @@ def test_a_run_that_stopped_shows_how_far_it_came(tmp_path: Path) -> None:
     assert (values["tokens"], values["global_batch"]) == (6400, 8)
     assert (values["train_loss"], values["validation_loss"]) == pytest.approx((3.51, 3.61))
     assert values["dollars"] == pytest.approx(3.6 * 49 / 3600 * 36)
+    shutil.rmtree(run.directory.checkpoints)  # as it is fetched without weights
+    MetricsFile(run.directory.metrics).append(TrainEvent(global_step=50, seconds=180.0, dollars=0.5))
+    assert row_of(table_of(run), "a")["dollars"] == 0.5, "its seconds at the price that train.json has here"
 
 
 def test_sorted_by_the_best_loss_or_by_what_is_asked(tmp_path: Path) -> None:
