@@ -32,9 +32,9 @@ NO_CUDNN_PLAN = "No valid execution plans"
 PLAN_BYTES = CUDA_RESERVE_BYTES // 2
 # remedy if memory of the host, not of a GPU, ran out
 MORE_MEMORY = "give the process more memory or, on a CPU, lower microbatch_size (-f finds the largest that fits)"
-# remedy of the commands that do not train, which may run beside a training that fills the GPU
+# remedy of a command (a training beside it may fill the GPU), except where training has its own
 FREE_MEMORY = (
-    "end what else uses this memory, lower --batch-size or --samples if the command has it, or put "
+    "end what else uses this memory, lower --batch-size or --samples if the command has it or, on a GPU, put "
     "CUDA_VISIBLE_DEVICES= (empty) before the command to use the CPU"
 )
 CGROUPS = Path("/sys/fs/cgroup")  # this process's container; only cgroup v2 has the files that are read here

@@ -90,7 +90,7 @@ def test_a_lack_of_memory_is_one_line(shop: Workshop, monkeypatch: pytest.Monkey
     monkeypatch.setattr("gpt.load_model", lambda *_: torch.empty(2**60))
     done = measure(shop, "r")
     assert done.refuses(status=1).startswith("error: out of memory (")
-    assert "lower --batch-size" in done.stderr
+    assert "lower --batch-size or --samples if the command has it or, on a GPU, put CUDA" in done.stderr
 
 
 @pytest.mark.parametrize("is_path", [False, True])
