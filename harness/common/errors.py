@@ -123,7 +123,6 @@ def one_line_errors() -> Iterator[None]:
         BrokenPipeError           nothing                                                     128 + SIGPIPE
         OSError                   the file and the system's reason                            1
         KeyboardInterrupt         the signal's name and how to continue, once per machine     128 + signal
-        no memory, not in a rank  the library's reason and the remedy, if torch is loaded     1
         any other, in a rank      the traceback, because it is a bug                          1
 
     If there are several ranks, this process exits here even after a normal end of the body.
@@ -161,14 +160,8 @@ def one_line_errors() -> Iterator[None]:
         if is_first:
             say_last(f"stopped by {signal.Signals(number).name}; to continue, {EXIT.again}")
         _exit_because_of(RunStopped(number), is_first=is_first)
-    except Exception as error:
+    except Exception:
         if "LOCAL_RANK" not in os.environ:
-            if "torch" in sys.modules:
-                from harness.common.memory import FREE_MEMORY, is_out_of_memory
-
-                if is_out_of_memory(error):
-                    reason = [*str(error).splitlines(), type(error).__name__][0]
-                    _exit_because_of(RunError(f"out of memory ({reason}); {FREE_MEMORY}"), is_first=is_first)
             raise
         say_last(traceback.format_exc().rstrip())
         EXIT.before_end(1)

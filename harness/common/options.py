@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import click
 
-from harness.common.errors import UserError, one_line_errors
+from harness.common.errors import RunError, UserError, one_line_errors
 
 
 class Command(click.Command):
@@ -28,6 +29,14 @@ class Command(click.Command):
             except click.UsageError as error:
                 program = error.ctx.command_path if error.ctx else self.name
                 raise UserError(f"{error.format_message().rstrip('.')} (see {program} --help)") from None
+            except (RuntimeError, MemoryError, ImportError) as error:
+                if "torch" in sys.modules and "LOCAL_RANK" not in os.environ:
+                    from harness.common.memory import FREE_MEMORY, is_out_of_memory
+
+                    if is_out_of_memory(error):
+                        reason = [*str(error).splitlines(), type(error).__name__][0]
+                        raise RunError(f"out of memory ({reason}); {FREE_MEMORY}") from None
+                raise
         sys.exit()
 
 
