@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -37,6 +37,12 @@ class Event(BaseModel):
     tokens_seen: int = 0
     seconds: MaybeNumber = None  # spent in all phases up to this event
     dollars: MaybeNumber = None  # likewise; not written without a price
+
+
+def time_and_cost(seconds: Mapping[str, float], dollars: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Return the fields `seconds` and, unless `dollars` is empty, `dollars` of an event, given those of each phase."""
+    fields = {"seconds": round(sum(seconds.values()), 3)}
+    return {**fields, "dollars": round(sum(dollars.values()), 6)} if dollars else fields
 
 
 class TrainEvent(Event):
@@ -177,7 +183,7 @@ class MetricsFile:
                 CheckpointEvent(
                     global_step=meta.global_step,
                     tokens_seen=meta.tokens_seen,
-                    seconds=round(sum(meta.seconds.values()), 3),
+                    **time_and_cost(meta.seconds, meta.costs),
                     is_best=meta.is_best,
                 )
             )

@@ -36,6 +36,7 @@ from harness.runs.metrics import (
     SampleEvent,
     TrainEvent,
     ValidationEvent,
+    time_and_cost,
 )
 from harness.runs.summary import read_summary, summarize, write_summary
 from harness.runs.throughput import cost, mfu
@@ -313,8 +314,7 @@ class Reporter:
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
-        spent = {what: round(sum(by_phase.values()), 6) for what, by_phase in self.clock.spent().items()}
-        self.metrics.append(kind(**place, **spent, **values))
+        self.metrics.append(kind(**place, **time_and_cost(**self.clock.spent()), **values))
 
 
 def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:

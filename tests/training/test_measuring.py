@@ -29,7 +29,7 @@ from harness.evaluation.loss import bits_per_byte, mean, microbatch_losses
 from harness.model.precision import Precision
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import RunDirectory
-from harness.runs.metrics import MetricsFile, TrainEvent
+from harness.runs.metrics import MetricsFile, TrainEvent, read_metrics
 from harness.runs.summary import RunSummary, describe_summary, read_summary
 from harness.runs.throughput import cost, mfu, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
@@ -132,6 +132,16 @@ def test_later_lines_are_on_the_disk_elsewhere_before_the_metrics_are_cut(
     assert metrics.path.read_bytes() + (aside / "metrics.jsonl").read_bytes() == whole
     assert metrics.size() == kept
     assert {aside / "metrics.jsonl", aside, aside.parent, tmp_path} <= {*flushed}
+
+
+def test_a_line_that_is_missing_after_its_checkpoint_has_the_time_and_cost_that_the_checkpoint_records(
+    tmp_path: Path,
+) -> None:
+    metrics, phases = MetricsFile(tmp_path / "metrics.jsonl"), {"setup": 1.0, "training": 2.00049}
+    meta = CheckpointMeta(global_step=1, planned=True, seconds=phases, dollars={"setup": 0.5, "training": 0.25})
+    metrics.rewind_to(meta, lambda: tmp_path)
+    (line,) = read_metrics(metrics.path)
+    assert (line.seconds, line.dollars) == (3.0, 0.75)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
