@@ -90,12 +90,11 @@ class DerivedRun:
         if not all(os.path.lexists(path) for path in files):
             other = "is not a run, a folder with train.json and model.json"
         else:
-            there, wanted = self.settings_there(), self.settings
-            for settings in (there, wanted):
-                if (batches := settings.pop("validation_batches")) is not None:  # another way to give the sequences
-                    settings["validation_sequences"] = batches * settings["microbatch_size"]
+            there, config = self.settings_there(), self.train_config
             free = {*keys_affecting(Affects.NOTHING)} - {"epochs"}  # with min_train_tokens -1, epochs decide the length
-            own = {key: value for key, value in wanted.items() if key not in free}
+            if self.as_made().train_config.sequences_per_validation == config.sequences_per_validation:
+                free |= {"validation_sequences", "validation_batches"}  # two ways to give this number
+            own = {key: value for key, value in self.settings.items() if key not in free}
             found = (first_difference({key: there.get(key)}, {key: value}) for key, value in own.items())
             if different := [each for each in found if each]:
                 other = f"there is another run of this name ({abbreviated(different, SHOWN_DIFFERENCES)})"

@@ -310,10 +310,10 @@ def test_a_sweep_goes_on_if_its_base_now_counts_the_same_validation_in_sequences
     write_runs(load(shop, **keys).missing())
     base.write_text(json.dumps({**train, **given, "validation_sequences": 6}))
     assert load(shop, **keys).missing() == []
-    base.write_text(json.dumps({**train, **given, "validation_sequences": 7}))
-    refusal(
-        load(shop, **keys).missing, begins=f"{shop.runs / 's-seed1'}: there is another run of this name (validation_"
-    )
+    for size, said in (("sequences", "sequences: null -> 7"), ("batches", "batches: 3 -> 7")):
+        base.write_text(json.dumps({**train, **given, f"validation_{size}": 7}))
+        begins = f"{shop.runs / 's-seed1'}: there is another run of this name (validation_{said}"
+        refusal(load(shop, **keys).missing, begins=begins)
 
 
 def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
