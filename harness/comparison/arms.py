@@ -195,7 +195,9 @@ def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | 
     batches, microbatch = train.pop("validation_batches"), train.get("microbatch_size")
     if isinstance(batches, int) and isinstance(microbatch, int):  # another way to give validation_sequences
         train["validation_sequences"] = batches * microbatch
-    if known["world_size"] < 3:  # one rank exchanges no gradients, and a sum of two has the same bits in any order
+    # One rank exchanges no gradients. A sum of two has the same bits in any order, but compiled code is cut at buckets.
+    is_compiled = train["compile"] is True or (train["compile"] == "auto" and not known["device"].endswith("CPU"))
+    if known["world_size"] < (2 if is_compiled else 3):
         del train["bucket_mb"]
     if train["min_train_tokens"] == -1 and at_end:
         train["min_train_tokens"] = record.tokens_seen

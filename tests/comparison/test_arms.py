@@ -94,12 +94,25 @@ def test_keys_without_effect_on_the_outcome(key: str) -> None:
     assert groups_of(a={}, b={SEED: 1, key: 2 * (TRAIN.get(key) or 40)}) == [("a", "b")]
 
 
-@pytest.mark.parametrize(("ranks", "groups"), [(1, [("a", "b")]), (2, [("a", "b")]), (3, [("a",), ("b",)])])
-def test_bucket_mb_makes_another_arm_where_more_than_two_gradients_are_added(ranks: int, groups: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "compiles", "device", "is_other"),
+    [
+        (1, True, "x86_64 CPU", False),
+        (2, False, "NVIDIA H100", False),
+        (2, "auto", "x86_64 CPU", False),
+        (2, "auto", "NVIDIA H100", True),
+        (2, True, "x86_64 CPU", True),
+        (3, False, "x86_64 CPU", True),
+    ],
+)
+def test_bucket_mb_makes_another_arm_where_it_may_change_gradients(
+    ranks: int, compiles: bool | str, device: str, is_other: bool
+) -> None:
     earlier, now = (
-        {SEED: seed, "bucket_mb": size, "summary": {"world_size": ranks}} for seed, size in ((1, None), (2, 100))
+        {SEED: seed, "bucket_mb": size, "compile": compiles, "summary": {"world_size": ranks, "device": device}}
+        for seed, size in ((1, None), (2, 100))
     )
-    assert groups_of(a=earlier, b=now) == groups
+    assert groups_of(a=earlier, b=now) == ([("a",), ("b",)] if is_other else [("a", "b")])
 
 
 OTHERS = TrainConfig.model_fields.keys() - {*WITHOUT_EFFECT, SEED, *SEEDS, "validation_sequences", "bucket_mb"}
