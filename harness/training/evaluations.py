@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from harness.common.errors import PeerError, RunError, RunStopped, UserError
+from harness.common.memory import is_out_of_memory
 from harness.common.messages import REASON_CHARACTERS, tell
 from harness.data.loader import TokenLoader
 from harness.data.order import WindowOrder
@@ -127,6 +128,10 @@ class Evaluations:
                 return continue_text(self.model, self.tokenizer, prompt, SAMPLE_TOKENS, sampling)
             except (UserError, RunError) as error:  # a failed sample must not end the run
                 return error
+            except (RuntimeError, MemoryError) as error:  # a long prompt can take more memory than training
+                if not is_out_of_memory(error):
+                    raise
+                return RunError(" ".join(f"out of memory: {error}".split())[:REASON_CHARACTERS])
 
         return self.world.on_rank0(sample)
 

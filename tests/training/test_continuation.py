@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness.comparison.records import RunRecord
 from harness.data.tokenizers import train_bpe
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.results import write_search
+from harness.training import evaluations
 from harness.training.evaluations import Evaluations
 from tests.runs.test_results import SEARCH
 from tests.support.in_process import InProcess, module_shop
@@ -282,6 +284,20 @@ def test_a_sample_that_cannot_be_made_does_not_end_the_run(shop: InProcess) -> N
     shop.add_run("sampled", sample_prompt="def", sample_interval=2)
     result = shop.train_here("sampled")
     assert "no sample: " in result.stdout + result.stderr
+
+
+def test_a_sample_without_memory_does_not_end_the_run(shop: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a long prompt it can take more memory than training."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(evaluations, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(evaluations, "continue_text", fail)
+    shop.add_run("large", sample_prompt="def", sample_interval=2)
+    result = shop.train_here("large")
+    assert "no sample: out of memory: CUDA out of memory. Tried" in result.stdout
+    assert "Training complete" in result.stdout
 
 
 def test_a_run_that_a_lower_budget_ends_is_validated_there(shop: InProcess) -> None:
