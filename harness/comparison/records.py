@@ -94,9 +94,9 @@ class RunRecord:
 
         summary = attempt(lambda: _read_summary(run))
         is_outdated = summary is not None and _asks_for_more(run, summary)
-        if summary is not None:  # another machine's train.json may have asked for more, too
+        if summary is not None and is_outdated:
             continued = attempt(lambda: read_progress(run.metrics))
-            if continued is not None and continued.tokens_seen > (summary.tokens_seen or math.inf):
+            if continued is not None and continued.tokens_seen > (summary.tokens_seen or 0):
                 summary = None
         is_reference = not any(path.exists() for path in (run.train_json, run.summary, run.checkpoints))
         if summary is not None and summary.model and summary.train:

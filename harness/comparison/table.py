@@ -186,7 +186,7 @@ def _state_column(records: Sequence[RunRecord]) -> list[Column]:
         text, seen = str(record.state.word), record.tokens_seen
         # Beside an outdated summary, `record.train` is the summary's, not the train.json that asks for more.
         wanted = None if record.summary else wanted_tokens(record.train, record.meta.budget if record.meta else None)
-        if record.state.word in ("going on", "stopped") and wanted and seen and seen <= wanted:
+        if record.state.word in ("going on", "stopped") and wanted and seen:
             text += f", {percent_done(seen, wanted)}"
         cells.append(Cell(record.state.word, text, record.state.detail))
     return [Column("state", "state", "", tuple(cells))] if any(each.value != "finished" for each in cells) else []

@@ -14,7 +14,7 @@ import pytest
 from harness.common.lock import release
 from harness.mirror import home
 from harness.runs.directory import RunDirectory
-from tests.mirror.test_two_machines import SETTINGS, STEPS, STOP, add_machine, names, remote, url
+from tests.mirror.test_two_machines import SETTINGS, STOP, add_machine, names, remote, url
 from tests.support.in_process import InProcess
 from tests.support.launch import metrics
 from tests.support.same_end import assert_same_end
@@ -112,19 +112,6 @@ def test_fetch_keeps_the_files_of_a_run_that_is_further_here(
     kept = {path: path.read_bytes() for path in (run.summary, run.metrics)}
     here.script("mirror.py", "fetch", url(trained), "r", *weights)
     assert {path: path.read_bytes() for path in kept} == kept
-
-
-@pytest.mark.parametrize("weights", [[], ["--without-weights"]], ids=["all", "without-weights"])
-def test_a_finished_run_that_is_extended_elsewhere_is_not_finished(
-    trained: InProcess, store: Path, here: InProcess, weights: list[str]
-) -> None:
-    here.script("mirror.py", "fetch", f"file://{store}", "r", *weights)
-    assert json.loads(here.script("compare_runs.py", "r", "--json").stdout)["runs"][0]["state"] == "finished"
-    line = metrics(trained.runs / "r")[-1] | {"global_step": STEPS, "tokens_seen": 64 * (STEPS + 1)}
-    with (store / "r" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    here.script("mirror.py", "fetch", f"file://{store}", "r", *weights)
-    assert "stopped [1]" in here.script("compare_runs.py", "r").stdout, "of the tokens that train.json asks for here"
 
 
 def test_fetch_without_weights_brings_the_rest_of_the_metrics(tmp_path: Path, here: InProcess) -> None:
