@@ -30,6 +30,7 @@ class Command(click.Command):
                 program = error.ctx.command_path if error.ctx else self.name
                 raise UserError(f"{error.format_message().rstrip('.')} (see {program} --help)") from None
             except (RuntimeError, MemoryError, ImportError) as error:
+                # A rank prints the traceback. harness.common.memory takes seconds to import, unless torch is loaded.
                 if "torch" in sys.modules and "LOCAL_RANK" not in os.environ:
                     from harness.common.memory import FREE_MEMORY, is_out_of_memory
 

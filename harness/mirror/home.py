@@ -98,8 +98,9 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
         if content is not None and (path != run.metrics or _may_replace_metrics(run, content)):
             with atomic_file(path) as draft:
                 draft.write_bytes(content)
+    # A machine that was silent for longer than its lease is lost, and does not train the run any more.
     _, silent = retried(mirror, partial(owner_of, mirror))
-    owner = retried(mirror, lambda: mirror.read(OWNER)) if silent <= LEASE_SECONDS else None  # else it was lost
+    owner = retried(mirror, lambda: mirror.read(OWNER)) if silent <= LEASE_SECONDS else None
     if not is_trained_here and (owner or run.lock_file.exists()):
         run.lock_file.write_bytes(owner or b"")  # names the owner, so that the run counts as trained elsewhere
     return run.path
