@@ -186,7 +186,9 @@ def check_name(name: str, what: str) -> str:
     if len(name) > LONGEST_NAME:
         raise UserError(f"{what} {name[:20]!r}…: longer than {LONGEST_NAME} characters; shorten it")
     if not SAFE_NAME.fullmatch(name):
-        raise UserError(f"{what} {name!r}: must be a plain name: ASCII letters, digits and _.+-, but none of .+- first")
+        raise UserError(
+            f"{what} {name!r}: must be a plain name: ASCII letters, digits and _.+-, not beginning with .+-"
+        )
     return name
 
 

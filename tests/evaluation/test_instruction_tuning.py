@@ -210,7 +210,7 @@ def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer, capsys: pyt
     cut = [asked("red " * 200, "", "blue")] * 3
     with pytest.raises(UserError, match="context length"):
         fine_tune(tiny(), tokenizer, splits._replace(validation=cut), FineTuneSettings(0.01))
-    assert capsys.readouterr().out.startswith("3 instructions leave no room for an answer in 64 tokens")
+    assert capsys.readouterr().out.startswith("no room for an answer in 64 tokens: 3 instructions left out")
     broken = tiny()
     with torch.no_grad():
         for parameter in broken.final_norm.parameters():

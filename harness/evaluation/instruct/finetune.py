@@ -19,7 +19,7 @@ from tqdm import tqdm
 from gpt import GPTModel
 from harness.common.errors import RunError, UserError
 from harness.common.json_files import finite
-from harness.common.messages import tell
+from harness.common.messages import counted, tell
 from harness.data.tokenizers import Tokenizer
 from harness.evaluation.generation import GREEDY, continue_prompts
 from harness.evaluation.instruct.responses import Instruction, InstructionSplits, Response
@@ -121,7 +121,7 @@ def fine_tune(
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
     train, validation = ([example for example in part if example.has_answer] for part in parts)
     if cut := sum(map(len, parts)) - len(train) - len(validation):
-        click.echo(f"{cut:,} instructions leave no room for an answer in {context_length:,} tokens, and are left out")
+        click.echo(f"no room for an answer in {context_length:,} tokens: {counted(cut, 'instruction')} left out")
     if not train or not validation:
         raise UserError(
             "in the training or the validation part, no answer fits the model's context length; give a model with a "
