@@ -56,16 +56,14 @@ class DatasetMeta(BaseModel):
 
 
 class TokenFile:
-    """Safetensors file of one split: a 1-D tensor `tokens`, memory-mapped read-only.
-
-    The file is opened with safetensors' numpy framework. The torch framework would map the file writable, and a 20 GiB
-    dataset would count against the memory limit of every rank.
-    """
+    """Safetensors file of one split: a 1-D tensor `tokens` of uint16 or uint32, memory-mapped read-only."""
 
     def __init__(self, path: Path) -> None:
         """Open the file and read its header. Raises UserError if it is not a readable token file."""
         self.path = path
         try:
+            # The torch framework would map the file writable, and a 20 GiB dataset would count against the memory limit
+            # of every rank.
             self._tokens = safe_open(path, "numpy").get_slice("tokens")
         except FileNotFoundError:
             raise UserError(f"{path}: no such file") from None
@@ -93,11 +91,12 @@ class TokenFile:
         return self._tokens[start:end] if start < end else np.empty(0, self.dtype)
 
     def read_ahead(self, starts: np.ndarray, count: int) -> None:
-        """Ask the operating system to load the `count` tokens that begin at each position in `starts`, and do not wait.
-        It loads many such ranges at the same time, whereas each `read` waits for the disk."""
+        """Ask the operating system to load the `count` tokens that begin at each position in `starts`, and do not
+        wait."""
         size = np.dtype(self.dtype).itemsize
         offset = self._bytes - len(self) * size  # the tokens are the end of the file
-        # macOS has no such call, and some network file systems refuse it.
+        # The system loads many ranges at the same time, whereas each `read` waits for the disk. macOS has no such call,
+        # and some network file systems refuse it.
         with suppress(AttributeError, OSError), self.path.open("rb", buffering=0) as file:
             for start in starts.tolist():
                 os.posix_fadvise(file.fileno(), offset + start * size, count * size, os.POSIX_FADV_WILLNEED)
@@ -110,11 +109,8 @@ class TokenFile:
         )
 
     def fingerprint(self) -> str:
-        """Return, in hexadecimal, the SHA-256 of the dtype, the length, and samples of the tokens at equal distances.
-
-        A change between the samples is not noticed if the length stays the same. Computing a fingerprint takes
-        milliseconds for 20 GiB.
-        """
+        """Return a hash of the dtype, the length and samples of the tokens: a SHA-256 in hexadecimal. The other tokens
+        are not read, and do not affect the hash."""
         digest = hashlib.sha256(f"{self.dtype} {len(self)}".encode())
         for at in np.linspace(0, max(0, len(self) - FINGERPRINT_SAMPLE_TOKENS), FINGERPRINT_SAMPLES).astype(int):
             digest.update(self.read(int(at), FINGERPRINT_SAMPLE_TOKENS).tobytes())
@@ -204,8 +200,8 @@ def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
 
 
 def dataset_folder(datasets_dir: Path, name: str, given_as: str = "dataset") -> Path:
-    """Return the path DATASETS_DIR/owner/name, which need not exist. Raises UserError if `name` is not a valid
-    owner/name (the message then begins with `given_as`), or if the path cannot be a folder in DATASETS_DIR."""
+    """Return the path DATASETS_DIR/owner/name, which need not exist. Raises UserError if `name` is invalid, or if the
+    path cannot be a folder in DATASETS_DIR. `given_as` begins the message about an invalid name."""
     try:
         owner, short = check_dataset_name(name, given_as)
     except UserError as error:
@@ -227,12 +223,9 @@ def did_you_mean(datasets_dir: Path, name: str) -> str:
 
 
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
-    """Return True if the dataset's folder holds the files of `splits`, or False if the folder is missing or empty. If
-    `splits` is empty, return True for any folder with files.
-
-    Raises UserError if the name is invalid. Also raises UserError if the folder holds other files but lacks one of the
-    splits, because the dataset must not be downloaded into a folder with the user's own files.
-    """
+    """Return True if the dataset's folder has files, among them those of `splits`. Return False if the folder is
+    missing or empty. Raises UserError if the name is invalid, or if a folder that is not empty lacks one of the
+    splits."""
     folder = dataset_folder(datasets_dir, name)
     if not folder.exists() or not any(folder.iterdir()):
         return False
@@ -242,6 +235,7 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
             if isinstance(made := meta.get("splits"), dict) and split not in made:
                 remedy = "name a dataset with one, or prepare this dataset with one"
                 raise UserError(f"{folder}: has no {split} split; {remedy}")
+            # An error, because the dataset must not be downloaded into a folder with the user's own files.
             raise UserError(
                 f"{folder}: incomplete: {split}.safetensors is missing; complete the folder, or move it away to have "
                 "the dataset fetched again"
@@ -252,8 +246,7 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
 def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     """Raise UserError if the split cannot be read, or holds a token id for which the model has no embedding.
 
-    The first call may scan the whole file. The result is saved in DATASETS_DIR/.scans, not in the dataset's folder,
-    which may be the user's own.
+    May read the whole file. If DATASETS_DIR can be written, later calls for the same file are fast.
     """
     tokens = dataset.split(split)
     if vocab_size > np.iinfo(tokens.dtype).max:  # the dtype cannot hold a larger token id, so no scan is needed
@@ -280,7 +273,7 @@ class Scan(BaseModel):
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
-    """Return the largest token id in the file, without another scan if the file has not changed since the last one."""
+    """Return the largest token id in the file, from a saved scan if the file has not changed since."""
     status = tokens.path.stat()
     version = [status.st_size, status.st_mtime_ns]
     scan = remembered(dataset, tokens.path.stem, version, Scan, lambda: Scan(largest_token=tokens.largest_token()))
@@ -288,11 +281,16 @@ def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
 
 
 def remembered(dataset: Dataset, name: str, files: object, kind: type[Result], scan: Callable[[], Result]) -> Result:
-    """Return the result of `scan()`, or that of an earlier call with the same `files`.
+    """Return the last saved result if it was saved with the same `files`. If not, call `scan`, save its result and
+    return it.
 
-    `files` is a JSON value that identifies the scanned files. Results are saved in DATASETS_DIR/.scans, in a file named
-    after the dataset and `name`. `kind`, the class of the result, must refuse the values of a damaged file.
+    - `name`: distinguishes results of the same dataset.
+    - `files`: JSON value that identifies the scanned files.
+    - `kind`: class of the result. Its validation must refuse the values of a damaged file.
+
+    Results are saved in DATASETS_DIR/.scans if that folder can be written.
     """
+    # Not in the dataset's folder, which may be the user's own.
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{name}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or a damaged file
         known = json.loads(memory.read_text())

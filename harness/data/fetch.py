@@ -12,11 +12,11 @@ BUILTIN = "builtin/python-stdlib"
 
 
 def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
-    """Make sure that DATASETS_DIR/<name> holds the splits: build or download the dataset if the folder is missing or
-    empty.
+    """Make sure that DATASETS_DIR/<name> holds the splits. If the folder is missing or empty, build or download the
+    dataset.
 
-    Several processes of one machine may call this at the same time (if they download, only on a file system with
-    locks). Raises UserError if the name is invalid, the folder is incomplete, or the dataset cannot be obtained.
+    Several processes of one machine may call this at the same time. If they download, the file system must have locks.
+    Raises UserError if the folder is incomplete, or if the dataset cannot be obtained.
     """
     folder = dataset_folder(datasets_dir, name)
     if not is_present(datasets_dir, name, splits):
@@ -43,9 +43,8 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
 
 
 def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hub: bool) -> None:
-    """Raise UserError if a dataset is neither on this machine nor obtainable, or if its folder has files but lacks one
-    of the splits. Downloads nothing. If `ask_hub` is false, make no network call, and assume that the Hub has the
-    dataset."""
+    """Raise UserError if the splits are neither on this machine nor obtainable by `ensure_dataset`. Downloads nothing.
+    If `ask_hub` is false, no network call is made, and the Hub is assumed to have the dataset."""
     if is_present(datasets_dir, name, splits):
         return
     if name.startswith("builtin/"):

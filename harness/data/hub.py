@@ -36,13 +36,14 @@ def download_work(name: str, folder: Path) -> HubWork:
 
 
 def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
-    """Download the dataset repository `name` (owner/name), verify its files, and move them to `folder` in one rename.
+    """Download the dataset repository `name` (owner/name) to `folder`, and verify its files. `folder` never holds an
+    incomplete dataset.
 
-    Until then, they are kept in a hidden folder beside `folder`, from which the next call resumes. If another process
-    of this machine downloads the dataset, wait for it (only on a file system with locks).
+    - After an interruption, the next call resumes.
+    - Processes of one machine wait for each other if the file system has locks.
+    - In the main thread, SIGINT and SIGTERM end the process immediately.
 
-    In the main thread, SIGINT and SIGTERM end the process immediately while this runs. Raises UserError if the dataset
-    lacks one of `splits`, or cannot be downloaded or written.
+    Raises UserError if the dataset lacks one of `splits`, or cannot be downloaded or written.
     """
     work = download_work(name, folder)
     partial = _partial_folder(folder)
@@ -60,8 +61,8 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
 
 
 def list_dataset_files(work: HubWork, splits: Sequence[str]) -> tuple[str, list[RepoSibling]]:
-    """Return the repository's commit and its files. Raises UserError if they cannot be listed, if the repository lacks
-    one of `splits` or has no split at all, or if the download's folder holds unfinished work of prepare_datasets.py."""
+    """Return the repository's commit and its files. Raises UserError if the files cannot be listed, if they include no
+    split or lack one of `splits`, or if a download would delete unfinished work of prepare_datasets.py."""
     revision, files = list_files(work)
     there = {file.rfilename for file in files} & {f"{each}.safetensors" for each in SPLITS}
     wanted = splits or ([] if there else ["train"])
@@ -108,8 +109,8 @@ def _fetch(work: HubWork, partial: Path, splits: Sequence[str]) -> None:
 
 @contextmanager
 def _alone_in(partial: Path) -> Iterator[None]:
-    """Create and lock `partial`, the folder of an unfinished download, for the `with` body, so that only one process of
-    this machine at a time downloads the dataset."""
+    """Create and lock `partial`, the folder of an unfinished download, for the `with` body. If the file system has no
+    locks, only create the folder."""
     if partial.is_symlink():
         raise UserError(f"{partial}: is a link, and files behind it would be deleted; remove the link")
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -141,11 +142,12 @@ def push_command(folder: Path, name: str, *, public: bool) -> str:
 
 
 def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
-    """Upload the dataset's files as one commit to the dataset repository `name`, and return the repository's address.
+    """Upload the dataset's files and a card to the dataset repository `name`, in one commit. Return the repository's
+    address.
 
-    A new repository is public if `public` is true and otherwise private. An existing repository keeps its visibility.
-    The card replaces its README.md. Dataset files of an earlier upload are deleted if the dataset no longer has them.
-    Raises UserError if a token file cannot be read or the upload fails.
+    `public` is the visibility of a new repository. An existing repository keeps its visibility. In the repository,
+    README.md is replaced, and dataset files that `dataset` lacks are deleted. Raises UserError if a token file cannot
+    be read or the upload fails.
     """
     again = f"{push_command(dataset.folder, name, public=public)} sends what is missing"
     work = HubWork(

@@ -1,6 +1,5 @@
-"""Microbatches of a split for each rank. A window has the tokens of one sequence. The windows of a split, taken in the
-order of order.py, fill microbatches, which are numbered from 0. The data loader keeps no state between steps, so a run
-can resume at any step."""
+"""Microbatches of a split for each rank, numbered from 0 and filled with windows in the order of order.py. The data
+loader keeps no state between steps, so a run can resume at any step."""
 
 from __future__ import annotations
 
@@ -63,11 +62,10 @@ class BatchSchedule:
 
     @classmethod
     def ramp(cls, layouts: Sequence[tuple[int, BatchLayout]], tokens_seen: int) -> BatchSchedule:
-        """Return the batch layouts of a run from the point where it has seen `tokens_seen` tokens.
+        """Return the batch layouts of the steps after the run's first `tokens_seen` tokens.
 
-        Each entry of `layouts` is (tokens, layout): the layout applies to steps that begin when the run has seen at
-        least `tokens` tokens, but fewer than the next entry's. The entries are in ascending order, and the first one's
-        tokens are 0.
+        Each entry of `layouts` is (tokens, layout). A step has the layout of the last entry whose tokens the run has
+        seen before that step. The entries are in ascending order, and the first one's tokens are 0.
         """
         current = max(index for index, (seen, _) in enumerate(layouts) if seen <= tokens_seen)
         stages = [Stage(0, 0, layouts[current][1])]
@@ -101,12 +99,10 @@ class BatchSchedule:
         return steps if self.tokens_before(steps) >= tokens else steps + 1
 
     def num_steps(self, wanted: int, available: int) -> int:
-        """Return the smallest number of steps that read at least `wanted` tokens. If `wanted` is -1, return the largest
-        number of steps for which there are enough tokens.
+        """Return the smallest number of steps that read at least `wanted` tokens; for -1, the largest possible number.
 
-        `available` is the number of tokens from the starting token on, in all passes over the data. The steps need one
-        token more than they read as inputs, because the last input's target is the token after it. Raises UserError if
-        there are too few tokens; for -1, too few for one step.
+        `available` is the number of tokens from the starting token on, in all passes over the data. One token more is
+        needed than the steps read as inputs. Raises UserError if too few are available; for -1, too few for one step.
         """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1
@@ -149,11 +145,11 @@ class Microbatch:
 
 
 class TokenLoader:
-    """Data loader of a split, or of the same split of several datasets. It makes microbatches from windows in the order
-    `order`, from window number `first_window` on.
+    """Data loader that makes microbatches from windows of `tokens`: a split, or the same split of several datasets.
 
-    `batches` gives each step's batch layout if the number of accumulation steps changes during the run. World size,
-    microbatch size and context length are always those of `layout`.
+    - `layout`: world size, microbatch size and context length of all steps.
+    - `batches`: number of accumulation steps of each step; None: that of `layout`. Step 0 begins at `first_window`.
+    - `first_window`: number, in `order`, of the first window of microbatch 0.
     """
 
     def __init__(
@@ -177,9 +173,8 @@ class TokenLoader:
         return self.order.starts(self.first_window + index * size, size)
 
     def microbatch(self, index: int, *, windows: int | None = None) -> Microbatch:
-        """Return microbatch number `index`. `self.tokens` must hold the whole microbatch. `windows` is the number of
-        windows in all microbatches together; None: no limit. Copies of the last window, which do not count, fill up its
-        microbatch."""
+        """Return microbatch number `index`. `windows` is the number of windows in all microbatches together; None: no
+        limit. Copies of the last window fill up the last microbatch, and do not count."""
         length, starts, counted = self.layout.context_length, self.starts(index), None
         if windows is not None and windows < (index + 1) * len(starts):
             counted = windows - index * len(starts)
@@ -191,8 +186,8 @@ class TokenLoader:
 
     def microbatches(self, steps_from_start: int, rank: int) -> list[Microbatch]:
         """Return the microbatches that `rank` reads in step `steps_from_start`, counted from `first_window`. If the
-        order is not front to back, the windows of the next step are read ahead, because a disk would need a seek for
-        each of them."""
+        order is not front to back, the windows of the rank's next step are read ahead."""
+        # If the order is not front to back, a disk needs a seek for each window.
         if not self.order.is_front_to_back:
             for index in self._indexes(steps_from_start + 1, rank):
                 self.tokens.read_ahead(self.starts(index), self.layout.context_length + 1)

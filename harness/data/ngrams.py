@@ -1,6 +1,7 @@
-"""Hashes of a text's 13-grams: its sequences of 13 consecutive tokens. They show which parts two texts have in common;
-shorter sequences are often shared by chance. Brown et al. ("Language Models are Few-Shot Learners", arXiv:2005.14165,
-appendix C) use sequences of 13 words."""
+"""Hashes of a text's 13-grams, its sequences of 13 consecutive tokens, which show what two texts have in common.
+
+Brown et al. ("Language Models are Few-Shot Learners", arXiv:2005.14165, appendix C) use sequences of 13 words.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from harness.common.messages import counted
 from harness.data.dataset import TokenFile
 from harness.data.order import hash64
 
-NGRAM = 13  # tokens
+NGRAM = 13  # tokens; shorter sequences are often shared by chance
 COPIED_SHARE = 0.5  # a document is a copy if more than this share of its 13-grams occurs in the other text
 MOST_NGRAMS = 2**23  # about the most 13-grams that are looked for: of a longer text, those with the smallest hashes
 MOST_LOOKUP_BITS = 26
@@ -38,18 +39,16 @@ POWERS, INVERSE_POWERS = _powers(FACTOR), _powers(pow(FACTOR, -1, 2**64))  # mod
 
 
 def ngram_hashes(tokens: np.ndarray) -> np.ndarray:
-    """Return a 64-bit hash of each 13-gram: (tokens - 12,) uint64, or none for fewer than 13 tokens.
-
-    The hash is `hash64` of a polynomial's value at 1 / FACTOR, modulo 2**64. The polynomial's coefficients are the 13
-    token ids, each plus 1. The value is computed from the difference of two prefix sums (Karp and Rabin, "Efficient
-    randomized pattern-matching algorithms", 1987).
-    """
+    """Return a 64-bit hash of each 13-gram: (tokens - 12,) uint64, or none for fewer than 13 tokens. The method is Karp
+    and Rabin's ("Efficient randomized pattern-matching algorithms", 1987)."""
     hashes = np.empty(max(0, len(tokens) - NGRAM + 1), np.uint64)
     for at in range(0, len(hashes), BLOCK_TOKENS):
         terms = tokens[at : at + BLOCK_TOKENS + NGRAM - 1].astype(np.uint64)
         terms += np.uint64(1)
         terms *= INVERSE_POWERS[: len(terms)]
         sums = terms.cumsum()
+        # Values, modulo 2**64 and at 1 / FACTOR, of polynomials whose coefficients are the 13 token ids, each plus 1.
+        # Each value is the difference of two prefix sums, multiplied by a power of FACTOR.
         polynomials = sums[NGRAM - 1 :].copy()
         polynomials[1:] -= sums[:-NGRAM]
         polynomials *= POWERS[: len(polynomials)]
@@ -118,9 +117,9 @@ class Overlap(BaseModel):
 
 
 def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: int) -> Overlap:
-    """Read the whole training text, and return how much of a held-out split occurs in it. Both must have the same
-    tokenizer. Of a long split, a sample of about MOST_NGRAMS 13-grams is compared. Documents without a compared 13-gram
-    are not counted."""
+    """Return how much of a held-out split occurs in the training text. Reads the whole training text. All files must
+    have the same tokenizer. Of a long split, a sample of about MOST_NGRAMS 13-grams is compared. Documents without a
+    compared 13-gram are not counted."""
     below = sampled_below(len(held_out))
     every, owners = _ngrams_by_document(held_out, eot_token, below)
     index = NgramIndex(every)

@@ -1,7 +1,7 @@
-"""Order in which the windows of one or more splits are read: front to back or shuffled, once or several times.
+"""Order in which the windows of one or more splits are read. A window is the T input tokens of a sequence.
 
-A window is the T input tokens of a sequence. A window's place depends only on its number in the run and on the
-arguments of `WindowOrder`. So a run resumes at any window, on any number of ranks.
+The position of a window depends only on its number in the run and on the arguments of `WindowOrder`. So a run resumes
+at any window, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ PERIOD = 1000  # about the most windows in a mixture's repeating pattern; shares
 class WindowOrder:
     """Order of the windows of one split, or of several that are mixed by their `weights`.
 
-    A pass over a split reads each of its windows once. Without a `seed`, each pass reads them from front to back. With
-    one, each pass reads them in another random order. The windows of several splits alternate in a fixed pattern, and
-    each split begins its next pass independently of the others. A window's position is the index of its first token
-    among the tokens of all splits, laid end to end.
+    - A pass over a split reads each of its windows once: without a `seed` from front to back, with a `seed` in a random
+      order of its own. Each split begins its next pass independently of the others.
+    - A window's position is the index of its first token among the tokens of all splits, laid end to end.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class WindowOrder:
 
     def starts(self, first: int, count: int) -> np.ndarray:
         """Return the positions at which windows `first` .. `first + count - 1` of the run begin, as int64 of shape
-        (count,). Windows are numbered from 0 through all passes."""
+        (count,). Windows are numbered from 0 through all passes. Each split must have at least one window."""
         if len(self.windows) == 1:
             return self._starts_in(0, np.arange(first, first + count))
         periods, places = np.divmod(np.arange(first, first + count), len(self._pattern))
@@ -90,10 +89,10 @@ class WindowOrder:
 
 
 def interleave(weights: Sequence[float]) -> np.ndarray:
-    """Return the pattern, to be repeated, in which items with these weights take turns: their indices, (turns,) int64.
-    Each item has about its share of the turns, and at least one.
+    """Return the repeating pattern in which items with these weights take turns: their indices, (turns,) int64.
 
-    The turns are those of smooth weighted round-robin, as in nginx.
+    Each item has about its share of the turns, and at least one. The method is smooth weighted round-robin, as in
+    nginx.
     """
     shares = np.asarray(weights) / sum(weights) * PERIOD
     counts = np.maximum(1, np.floor(shares).astype(int))
@@ -109,16 +108,16 @@ def interleave(weights: Sequence[float]) -> np.ndarray:
 
 
 def permute(numbers: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
-    """Return the images of `numbers` (each less than `size`) under a random permutation of range(size), as int64.
-    `seed` determines the permutation. Time and memory do not depend on `size`.
+    """Return the images, (numbers,) int64, of `numbers` under a random permutation of range(size) that `seed`
+    determines.
 
-    A Feistel network permutes all numbers that have as many bits as `size` needs. An image that is not below `size` is
-    permuted again until it is (the cycle-walking cipher of Black and Rogaway, "Ciphers with arbitrary finite domains",
-    CT-RSA 2002).
+    Each number must be less than `size`. Time and memory do not grow with `size`. The method is the cycle-walking
+    cipher of Black and Rogaway ("Ciphers with arbitrary finite domains", CT-RSA 2002).
     """
     bits = max(2, (size - 1).bit_length())
     keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
     images, is_outside = numbers.astype(np.uint64), np.ones(len(numbers), bool)
+    # An image that is not below `size` is permuted again until it is.
     while is_outside.any():
         images[is_outside] = _feistel(images[is_outside], bits, keys)
         is_outside = images >= size
@@ -126,8 +125,7 @@ def permute(numbers: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
 
 
 def _feistel(numbers: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Permute numbers of `bits` bits, which are split into two halves. Each key changes one half, alternately the lower
-    and the upper one, by a hash of the other half and the key."""
+    """Permute numbers of `bits` bits by a Feistel network with one round for each key."""
     low_bits, high_bits = np.uint64(bits - bits // 2), np.uint64(bits // 2)
     high, low = numbers >> low_bits, numbers & ((np.uint64(1) << low_bits) - np.uint64(1))
     for index, key in enumerate(keys):

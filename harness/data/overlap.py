@@ -1,7 +1,7 @@
-"""Leave out documents that occur in a held-out split, so that no model is tested on text that it was trained on.
+"""Leave out documents that occur in held-out splits (`--exclude` of prepare_datasets.py).
 
 A document is left out if its normalized text is that of a held-out document, or if more than half of its 13-grams are
-in the held-out split. Only a sample of the 13-grams is compared if the held-out splits are long.
+in the held-out splits. Long held-out splits are sampled, and very long documents are judged by their first part.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ class SplitFacts:
 
 
 def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
-    """Count a split's tokens, documents and bytes of text, and find its largest token id and the length of its longest
-    document. If a token id is beyond the vocabulary, the count of bytes is incomplete."""
+    """Count the contents of a split. If a token id is beyond the vocabulary, the count of bytes is incomplete."""
     facts = SplitFacts(tokens=len(tokens))
     byte_lengths = tokenizer.token_byte_lengths()
     unfinished = 0  # tokens since the last end-of-text
@@ -50,8 +49,8 @@ def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
 
 
 def _check_is_dataset(dataset: Dataset) -> None:
-    """Raise UserError if the folder lacks meta.json or has no split. Without meta.json, the tokenizer would be assumed
-    to be GPT-2's."""
+    """Raise UserError if the folder lacks meta.json or has no split."""
+    # Without meta.json, the tokenizer would be taken for GPT-2's.
     has_meta = (dataset.folder / "meta.json").exists()
     if not (has_meta and any(map(dataset.has_split, SPLITS))):
         missing = "train.safetensors" if has_meta else "meta.json"
@@ -61,10 +60,11 @@ def _check_is_dataset(dataset: Dataset) -> None:
 
 
 def verify(dataset: Dataset) -> list[str]:
-    """Compare the tokenizer and every split with meta.json, as far as meta.json describes them, and check that the
-    tokenizer has every token id. Return a line of text for each split, and a line for the whole dataset.
+    """Compare a dataset's tokenizer and splits with meta.json, as far as meta.json describes them. Return a line of
+    text for each split and one for the dataset.
 
-    Raises RunError with a list of the differences, or UserError if there is no dataset or a file cannot be read.
+    Raises RunError with a list of the faults: differences, and token ids beyond the vocabulary. Raises UserError if
+    there is no dataset or a file cannot be read.
     """
     _check_is_dataset(dataset)
     meta, tokenizer = dataset.meta, load_tokenizer(dataset.tokenizer)

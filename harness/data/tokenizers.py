@@ -25,11 +25,8 @@ ROUND_TRIP_PROBE = f"x  a  b\r\n\tE\u0301 \ufb01 日本 \U0001f40d\x00 {END_OF_T
 
 
 class Tokenizer:
-    """Tokenizer that converts text to token ids and back without loss.
-
-    The name of a special token inside a text is encoded as ordinary text. Otherwise the author of any text could end a
-    document.
-    """
+    """Tokenizer that converts text to token ids and back without loss. The name of a special token inside a text is
+    encoded as ordinary text."""
 
     def __init__(
         self,
@@ -41,9 +38,10 @@ class Tokenizer:
     ) -> None:
         """Store the vocabulary.
 
-        Token id i decodes to `token_bytes[i]`. `special_tokens` has the ids of all special tokens, including
-        end-of-text. They do not count as text. `encode` returns the token ids of a text as (tokens,) uint32. `place` is
-        the name or the file from which the tokenizer was loaded.
+        - `token_bytes`: the bytes of each token id.
+        - `special_tokens`: ids of all special tokens, including end-of-text. They do not count as text.
+        - `encode`: function that returns the token ids of a text as (tokens,) uint32.
+        - `place`: name or file from which the tokenizer was loaded.
         """
         self.vocab_size = len(token_bytes)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)  # dtype of the tokens in a dataset
@@ -81,7 +79,7 @@ class Tokenizer:
         return b"".join([self._token_bytes[token] for token in tokens]).decode(errors="replace")
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of each token in turn, and one more text at the end, for an unfinished character. A character
+        """Yield the text of each token in turn, and at the end one more text, for an unfinished character. A character
         of several tokens is yielded with its last token. Invalid UTF-8 becomes U+FFFD. Every id must be in the
         vocabulary."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -97,11 +95,13 @@ class Tokenizer:
 
 
 def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
-    """Return GPT-2's tokenizer for "gpt2", otherwise the tokenizer in a file. A file whose name ends in TIKTOKEN_SUFFIX
-    has the contents that `encoding_file` returns. Any other file is the tokenizer.json of a byte-level BPE.
+    """Return GPT-2's tokenizer for "gpt2", otherwise the tokenizer in a file.
 
-    Raises UserError if GPT-2's vocabulary can be neither found nor downloaded, or if the file cannot be read, has no
-    end-of-text token, or is not lossless.
+    - For "gpt2", the vocabulary is downloaded if it is not on this machine.
+    - A file whose name ends in TIKTOKEN_SUFFIX has the contents that `encoding_file` returns.
+    - Any other file is the tokenizer.json of a byte-level BPE.
+
+    Raises UserError if the tokenizer cannot be obtained, has no end-of-text token, or is not lossless.
     """
     if name_or_file == "gpt2":
         return load_encoding("gpt2")
@@ -132,6 +132,7 @@ def load_encoding(name_or_file: str | Path) -> Tokenizer:
         token_bytes[rank] = text.encode()
 
     def encode(text: str) -> np.ndarray:
+        # Special tokens' names are encoded as ordinary text. Otherwise the author of any text could end a document.
         return encoding.encode_to_numpy(text, disallowed_special=())
 
     return Tokenizer(token_bytes, special[END_OF_TEXT], set(special.values()), encode, name_or_file)
@@ -139,7 +140,7 @@ def load_encoding(name_or_file: str | Path) -> Tokenizer:
 
 def load_gpt2_offline() -> Tokenizer | None:
     """Return GPT-2's tokenizer, or None if its vocabulary is not on this machine. While this runs, no other thread can
-    download a vocabulary, because tiktoken's function for downloads is replaced."""
+    download a vocabulary."""
     import tiktoken.load
 
     def refuse(blobpath: str) -> bytes:
@@ -156,8 +157,8 @@ def load_gpt2_offline() -> Tokenizer | None:
 
 
 def encoding_file(name: str) -> str:
-    """Return the contents of a file that describes the tiktoken encoding `name`. Such a file is stored with a dataset
-    whose tokens were made with the encoding. Raises UserError if the vocabulary can be neither found nor downloaded."""
+    """Return the contents of a file for `load_tokenizer` that describes the tiktoken encoding `name`. Raises UserError
+    if the vocabulary can be neither found nor downloaded."""
     encoding = read_encoding(name)
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     content = {
@@ -251,13 +252,13 @@ def character_of_byte() -> dict[int, str]:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens: Sequence[str] = ()) -> None:
-    """Train a byte-level BPE with exactly `vocab_size` tokens, and save it as `path`. Token 0 is end-of-text, and the
-    next ones are `special_tokens`.
+    """Train a byte-level BPE with exactly `vocab_size` tokens, and save it as a tokenizer.json at `path`.
 
-    The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
-    `vocab_size` must be at least 257 (every byte, and end-of-text) plus the number of `special_tokens`. Raises
-    UserError if the text is too small for so many tokens, or if an ordinary token is spelt like a special token, and
-    OSError if the file cannot be written.
+    - Token 0 is end-of-text, and the next ones are `special_tokens`.
+    - `vocab_size` must be at least 257 plus the number of `special_tokens`.
+    - The same texts give the same file.
+
+    Raises UserError if the text is too small for so many tokens, or if an ordinary token is spelt like a special token.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers

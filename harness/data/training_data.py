@@ -28,7 +28,7 @@ class JoinedTokens:
         return self.ends[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` tokens from position `start` on, or fewer if the file that contains `start` ends earlier.
+        """Return `count` tokens from position `start` on, or fewer at the end of the file that contains `start`.
         `start` must be less than the total number of tokens."""
         index = bisect_right(self.ends, start)
         return self.files[index].read(start - (self.ends[index - 1] if index else 0), count)

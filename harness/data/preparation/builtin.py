@@ -36,7 +36,7 @@ HELD_OUT_SHARES = {"test": 0.05, "validation": 0.05}
 
 
 def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> None:
-    """Build the dataset in `folder`, which does not appear until it is complete. The same Python gives byte-identical
+    """Build the dataset in `folder`, which never holds an incomplete dataset. The same Python gives byte-identical
     files. Raises UserError if the folder cannot be written, or if this Python has too little readable source text."""
     splits = split_documents(standard_library())
     try:
@@ -48,8 +48,8 @@ def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> N
 
 
 def standard_library() -> dict[str, str]:
-    """Return the texts of the standard library's source files by relative path, sorted by path, without copies and
-    files in SKIPPED_FOLDERS. Raises UserError if this Python has no readable source files."""
+    """Return {relative path: text} of the standard library's source files, sorted by path, each text once. Files in
+    SKIPPED_FOLDERS are left out. Raises UserError if this Python has no readable source files."""
     library = Path(sysconfig.get_path("stdlib"))
     path_of_text: dict[str, str] = {}
     for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).as_posix()):
@@ -71,13 +71,11 @@ def standard_library() -> dict[str, str]:
 
 def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
     """Divide `documents` (path -> text) among the splits, and return the texts of each split. HELD_OUT_SHARES gives the
-    held-out splits' shares of the bytes, which are met approximately.
-
-    Documents are sorted by the hash of their path, so that any slice of a split is a sample of the whole library.
-    """
+    approximate shares of the held-out splits, in bytes."""
     sizes = {path: len(text.encode()) for path, text in documents.items()}
     room = {split: share * sum(sizes.values()) for split, share in HELD_OUT_SHARES.items()}
     splits: dict[str, list[str]] = {split: [] for split in SPLITS}
+    # Sorted by hash, so that any slice of a split is a sample of the whole library.
     for path in sorted(documents, key=lambda path: hashlib.sha256(path.encode()).digest()):
         split = next((split for split in room if sizes[path] <= room[split]), "train")
         splits[split].append(documents[path])

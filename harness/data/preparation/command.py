@@ -65,12 +65,12 @@ class HeldOut(Protocol):
 def make_dataset(
     inputs: Sequence[str], target: Path, options: Mapping[str, Any], held_out: HeldOut | None = None
 ) -> tuple[list[Split], int]:
-    """Make the dataset folder `target` from the files, folders, globs or Hub dataset that `inputs` names, or resume its
-    interrupted preparation. Return the splits and the vocabulary size.
+    """Make the dataset folder `target`, or resume its interrupted preparation. Return the splits and the vocabulary
+    size.
 
-    `options` are the options of prepare_datasets.py by name; `held_out` is the text of --exclude. Raises UserError if
-    an option, the input or `target` cannot be used. The same command can be run again after KeyboardInterrupt, and
-    after RunError unless its message asks for --restart.
+    `inputs` are files, folders and globs, or the name of one Hub dataset. `options` are the options of
+    prepare_datasets.py by name. Raises UserError if an option, the input or `target` cannot be used. After
+    KeyboardInterrupt or RunError, the same command can be run again, with --restart if the message asks for it.
     """
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before `work.open` creates folders
@@ -187,11 +187,7 @@ def _tokenize(
     show: Show,
 ) -> None:
     """Write the tokens of documents that may be held out to `pool`, and the tokens of all other documents to `text`.
-    The document with which `most` is reached is the last one that is written.
-
-    The journal is saved about every COMMIT_TOKENS tokens and at the end, also after an error. The work can be resumed
-    from the last save.
-    """
+    The document with which `most` is reached is the last one that is written. `work.journal` records the progress."""
     journal = work.journal
     text.open_at(journal.here.size)
     pool.open_at(journal.here.pool)
@@ -240,9 +236,13 @@ def _tokenize(
 def _begin_within(
     most: StreamSize, total: StreamSize, tokens: np.ndarray, numbers: np.ndarray, *, is_open: bool
 ) -> np.ndarray:
-    """Return which pieces of a batch belong to documents that begin before `most` is reached: (pieces,) bool. `total`
-    is the size before the batch. For each piece, `tokens` has its token count, and `numbers` the index of its document
-    in the batch. With `is_open`, the first of these documents has begun in an earlier batch."""
+    """Return (pieces,) bool: True for each piece of a document that begins before `most` is reached.
+
+    - `total`: size before the batch.
+    - `tokens`: number of tokens of each piece.
+    - `numbers`: index of each piece's document in the batch.
+    - `is_open`: True if document 0 has begun in an earlier batch. The result is then True for its pieces.
+    """
     before = np.cumsum(tokens) - tokens + total.tokens
     at_start = before[np.searchsorted(numbers, numbers)]  # tokens before the first piece of each piece's document
     within = (at_start < most.tokens) & (total.documents + numbers < most.documents)
@@ -251,8 +251,7 @@ def _begin_within(
 
 def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
     """Divide the text into splits, shuffle it as the rules say, and write the files of the splits. `pool` has the
-    documents that may be held out by their draws, and `text` has all others. Skips steps that the journal records as
-    done."""
+    documents that may be held out, and `text` all others. Afterwards, `work.journal` has the splits."""
     journal = work.journal
     if journal.phase == "read":
         pool.size = journal.here.pool
@@ -298,9 +297,8 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
 
 @contextmanager
 def reading_progress(files: Sequence[TextFile], begin: Mark) -> Iterator[Show]:
-    """Yield a function that reports the progress since `begin`. Call the function with each encoded batch and the total
-    size so far. If standard error is a terminal, the function draws a bar there. Otherwise it prints a line every
-    SECONDS_BETWEEN_LINES to standard output."""
+    """Yield a function that shows the progress. Call the function with each encoded batch and the total size so far. If
+    standard error is a terminal, the function draws a bar. If not, it prints lines to standard output."""
     before = [0, *itertools.accumulate(file.size for file in files)]
     is_terminal, began = sys.stderr.isatty(), time.monotonic()
     shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}

@@ -1,11 +1,5 @@
-"""Encode pieces of documents as tokens, in batches, by several processes.
-
-The batches, and so the tokens, depend only on the text, never on the number of workers.
-
-Two threads reached at most 0.6 of the speed of two processes (docs/LOG.md), because threads wait for each other inside
-tiktoken. For a small text, one thread encodes while the main thread reads, because a thread starts faster than a
-process.
-"""
+"""Encode pieces of documents as tokens, in batches, by several processes. The tokens do not depend on the number of
+processes."""
 
 from __future__ import annotations
 
@@ -53,9 +47,10 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
     """Gather `pieces` into batches. Documents without any text are counted and left out. The last batch may have no
     pieces.
 
-    Reading may begin in the middle of the input: `file` is the number of the first piece's file, and `documents` is the
-    number of documents before it in that file. A piece with no text and with `ends` False marks the end of a file; its
-    `file` is the next file's number.
+    - `pieces`: a piece with no text and with `ends` False marks the end of a file. Its `file` is the next file's
+      number.
+    - `file`: number of the first piece's file.
+    - `documents`: number of documents before the first piece in that file.
     """
     gathered: list[Piece] = []
     characters = empty = position = 0
@@ -80,7 +75,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
 
 def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Yield the same text in pieces of at most LONGEST_PIECE characters. Only longer documents are cut, if possible
-    between words, because such cuts do not change the tokens."""
+    between words."""
     rest = ""
     for piece in pieces:
         if not piece.text and not piece.ends:  # the piece marks the end of a file
@@ -100,12 +95,10 @@ def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _cutting_place(text: str, start: int, end: int) -> int:
-    """Return the largest index into `text`, after `start` and up to `end`, of a space after a visible character or of a
-    line break after a letter or digit. Return `end` if there is none among the last CUT_SEARCH characters.
-
-    No pattern that splits text into words (GPT-2's, cl100k's, o200k's) finds a word that extends across such a place,
-    so cutting the text before it does not change the tokens.
-    """
+    """Return the index at which to cut `text` between words: the largest one after `start` and up to `end`. If there is
+    none among the last CUT_SEARCH characters, return `end`."""
+    # The patterns that split text into words in GPT-2, cl100k and o200k find no word that extends across such a place,
+    # so cutting the text before it does not change the tokens.
     for at in range(end, max(start, end - CUT_SEARCH), -1):
         before, after = text[at - 1], text[at]
         if (after == " " and not before.isspace()) or (after in "\r\n" and before.isalnum()):
@@ -132,8 +125,7 @@ class Encoded:
 
 
 def encode_batches(batches: Iterable[Batch], encoder: Encoder, workers: int) -> Iterator[Encoded]:
-    """Yield the encoded batches in order. `workers` is the number of processes or threads that `encoder` uses. Up to
-    2·`workers` batches are submitted at a time, so that a worker that has encoded a batch finds another one waiting.
+    """Yield the encoded batches in order. `workers` is the number of processes or threads of `encoder`.
 
     If reading `batches` raises an error, the batches before the error are yielded first. Raises the errors of
     `encode_texts`, and BrokenProcessPool if a process dies.
@@ -153,7 +145,7 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, workers: int) -> 
         if batch is None:
             break
         waiting.append((batch, encoder([(piece.text, piece.ends) for piece in batch.pieces])))
-        if len(waiting) >= 2 * workers:
+        if len(waiting) >= 2 * workers:  # a worker that has encoded a batch finds another one waiting
             yield finished()
     while waiting:
         yield finished()
@@ -162,8 +154,8 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, workers: int) -> 
 
 
 def encode_texts(tokenizer: Tokenizer | str | Path, texts: list[tuple[str, bool]]) -> Arrays:
-    """Encode the texts, and return the fields `tokens` and `sizes` of `Encoded`. Each entry of `texts` is a text and a
-    bool that is True if the text ends a document. Raises only UserError and RunError, which can be sent to another
+    """Encode the texts, and return the fields `tokens` and `sizes` of `Encoded`. Each entry of `texts` is (text, ends),
+    where `ends` is True if the text ends a document. Raises only UserError and RunError, which can be sent to another
     process."""
     try:
         tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else _loaded(tokenizer)
@@ -191,14 +183,15 @@ _loaded = cache(load_tokenizer)
 
 @contextmanager
 def encoder_processes(count: int) -> Iterator[Executor]:
-    """Yield an executor that runs `encode_texts` in `count` processes, or in a thread if `count` is 1. The processes
-    end with this process, even if this process is killed. Raises RunError if one of the processes dies.
+    """Yield an executor that runs `encode_texts` in `count` processes, or in a thread if `count` is 1.
 
-    A process that dies while it writes a result leaves a part of the result in the pool's pipe. The pool waits for the
-    rest while any process has the pipe's writing end open. Therefore, this process closes its writing end, and a thread
-    ends the other processes.
+    The processes end with this process, even if this process is killed. Raises RunError if one of the processes dies.
+    The caller must have no other processes of multiprocessing.
     """
     context = multiprocessing.get_context("spawn")  # fork would copy locks that threads of libraries hold
+    # For a small text, one thread encodes while the main thread reads, because a thread starts faster than a process.
+    # Two threads reached at most 0.6 of the speed of two processes (docs/LOG.md), because threads wait for each other
+    # inside tiktoken.
     pool: Executor = ThreadPoolExecutor(1)  # starts a thread when it is used
     try:
         if count > 1:
@@ -207,7 +200,9 @@ def encoder_processes(count: int) -> Iterator[Executor]:
                 # private: `submit` starts no process while another is idle
                 pool._launch_processes()  # type: ignore[attr-defined]
                 pool.submit(os.getpid)  # starts the pool's thread
-            # private: nothing public closes this process's writing end
+            # A process that dies while it writes a result leaves a part of the result in the pool's pipe. The pool
+            # waits for the rest while any process has the pipe's writing end open. Therefore, this process closes its
+            # writing end, and a thread ends the other processes. (Private: nothing public closes this end.)
             pool._result_queue._writer.close()  # type: ignore[attr-defined]
             Thread(target=_end_together, args=(multiprocessing.active_children(),), daemon=True).start()
         yield pool
@@ -242,13 +237,12 @@ def _initialize_process() -> None:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Delay STOPPING_SIGNALS in this process until the end of the `with` body. In the processes that the body starts,
-    block all of these signals except SIGTERM, which the process pool needs to end its processes.
-
-    A terminal sends its signals to all of its processes, but only this process should handle them. A signal during the
-    start of a process would interrupt it, and the half-started process would print an error.
-    """
+    """Delay STOPPING_SIGNALS in this process until the end of the `with` body. The processes that the body starts block
+    these signals, except SIGTERM."""
     noted: list[int] = []
+    # A terminal sends its signals to all of its processes, but only this process should handle them. A signal during
+    # the start of a process would interrupt it, and the half-started process would print an error. The pool ends its
+    # processes by SIGTERM.
     blocked = set(STOPPING_SIGNALS) - {signal.SIGTERM}
     with signals_to(lambda number, _: noted.append(number)):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)

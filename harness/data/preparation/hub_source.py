@@ -52,9 +52,8 @@ class HubText(TextSource):
 
 
 def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None) -> Path:
-    """Download a file of a dataset at one commit to `folder`, or to huggingface_hub's cache if `folder` is None, and
-    return its path. An existing file with the right hash is not downloaded again. A file with a wrong hash is
-    downloaded once more. Raises UserError if the file cannot be downloaded, or if its hash is still wrong."""
+    """Download a file of a dataset at one commit to `folder`, check its hash, and return its path. If `folder` is None,
+    the file is in huggingface_hub's cache. Raises UserError if the download fails or the hash is wrong."""
     place: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
     for is_last in (False, True):  # force the second download; else a damaged copy in the cache would be used
         get = partial(huggingface_hub.hf_hub_download, work.name, file.rfilename, force_download=is_last, **place)
@@ -70,10 +69,14 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
 
 
 def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloads: Path | None) -> HubText:
-    """Return the text files of a dataset on the Hub, sorted by name, at the commit of `revision` (by default the newest
-    commit). If `include` has patterns, return those that match one, otherwise those for which `is_surely_text` is true.
-    `downloads` is described at `HubText`. Raises UserError if the dataset cannot be reached, or if there are no such
-    files."""
+    """Return the text files of a dataset on the Hub at one commit, sorted by name.
+
+    - `include`: patterns of file names. Without patterns, the files are those for which `is_surely_text` is true.
+    - `revision`: branch, tag or commit; None: the newest commit.
+    - `downloads`: described at `HubText`.
+
+    Raises UserError if the dataset cannot be reached, or if there are no such files.
+    """
     folder = downloads or Path(constants.HF_HUB_CACHE)
     work = HubWork(name, "dataset", folder, "INPUT", "download its files, and give their folder as INPUT")
     with explained(f"{name}: no such file or folder; tried as a dataset on the Hub: "):

@@ -19,8 +19,8 @@ SAMPLE_CHARACTERS = 2**26
 
 
 def check_tokenizer(name: str | None) -> str | None:
-    """Check `name`, the value of --tokenizer. Return the SHA-256 of a tokenizer file, or None if `name` is None or an
-    encoding of tiktoken. Raises UserError if `name` is anything else, or if the tokenizer file cannot be used."""
+    """Return the SHA-256 of the tokenizer file `name`, or None if `name` is None or an encoding of tiktoken. `name` is
+    the value of --tokenizer. Raises UserError if `name` is anything else, or if the file cannot be used."""
     if name is None:
         return None
     if Path(name).is_file():
@@ -41,9 +41,11 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
     """Write the tokenizer's file to `folder`, the dataset's folder, and return the file's path. For GPT-2's tokenizer,
     write nothing and return "gpt2".
 
-    `given` is the value of --tokenizer. If `train` is not None, `given` is ignored, and `train` is called with the path
-    to which it must write a new tokenizer. An existing file is kept: the caller makes sure that the same options made
-    it. Raises UserError if the tokenizer's vocabulary cannot be downloaded or used.
+    - `given`: value of --tokenizer, ignored with `train`.
+    - `train`: function that trains a tokenizer and writes it to a given path.
+
+    An existing file is kept. The caller must make sure that the same options made it. Raises UserError if the tokenizer
+    cannot be obtained or used.
     """
     if given == "gpt2" and not train:
         return "gpt2"
@@ -69,9 +71,8 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> list[str]:
     """Return the text to train a tokenizer on, in pieces: the beginnings of the files that `source.sampled` chooses.
 
-    The held-out splits are left out if these beginnings are the whole text and no later shuffle decides what is held
-    out. In other cases, and with --exclude, --max-documents or --max-tokens, which do not apply to the sample, some of
-    these documents may be held out later.
+    If the sample is the whole text, and documents are held out by their draws, the held-out documents are left out. In
+    other cases, and with --exclude, --max-documents or --max-tokens, the sample may contain held-out text.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS

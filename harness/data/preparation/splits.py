@@ -1,14 +1,13 @@
 """Splits of a dataset: choose the documents for train, test and validation, and write the splits' files and meta.json.
 
-With `--split-order seeded`, a pseudorandom number (the draw) is computed for each document. Documents are held out in
-the order of their draws until the held-out splits have their shares of the text's bytes. The shares are of bytes
-instead of tokens, so that the choice does not depend on the tokenizer, which may be trained on the remaining documents.
-A text can have tens of millions of documents, too many to sort by their draws. Instead, while the text is read, the
-documents with small draws are written to a separate stream, the pool. Only these may be held out. All other documents
-are written to the training stream. At the end, the pool's documents that are not held out are appended to this stream,
-in the order of their draws.
+With `--split-order seeded`, each document has a pseudorandom number, the draw. In the order of their draws, documents
+are held out until the held-out splits have about their shares of the text's bytes. While the text is read, it is
+written to two streams:
 
-With `--split-order given`, or if a split would otherwise get no document, splits are ranges of one stream.
+- the pool: documents with small draws. Only these may be held out.
+- the training stream: all other documents. At the end, the rest of the pool is appended in the order of the draws.
+
+With `--split-order given`, or if no document is drawn for one of the splits, splits are ranges of one stream.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ SPLITS = ("train", "test", "validation")  # in the order of their documents in a
 LINE_END_SEARCH = 4096  # tokens
 COUNTED_AT_ONCE = 2**22  # tokens
 DRAWING_KEY = 0
+# A text can have tens of millions of documents, too many to sort by their draws. Only the pool's are sorted.
 POOL_DOCUMENTS = 2**14  # the text's first documents are all in the pool, so that small texts meet their shares
 POOL_SHARE = 4  # pool's share of the documents / held-out share; above 1, since a few documents may be most of a text
 
@@ -50,15 +50,15 @@ class SplitRules:
     validation: float = 0.01
     test: float = 0.0
     order: Literal["seeded", "given"] = "seeded"  # hold out in the order of draws, or the last documents
-    shuffle_seed: int | None = None  # of the train split or, if `order` is "given", of the whole text; None: no shuffle
+    shuffle_seed: int | None = None  # of the train split, or of all text if its end is held out; None: no shuffle
 
     def held_out(self) -> dict[str, float]:
         """Return the shares of the held-out splits by name, in the order of SPLITS, without shares of 0."""
         return {name: share for name, share in (("test", self.test), ("validation", self.validation)) if share}
 
     def in_pool(self, first: int, count: int) -> np.ndarray:
-        """Return (count,) bool for the `count` documents from number `first` on: True if the document is in the pool of
-        documents that may be held out. If `order` is "given", the pool is empty."""
+        """Return (count,) bool for the `count` documents from number `first` on: True if the document is in the pool.
+        If `order` is "given", the pool is empty."""
         share = self.validation + self.test
         limit = np.maximum(POOL_SHARE * share, POOL_DOCUMENTS / np.arange(first + 1, first + 1 + count))
         return (draws(first, count) < limit) & (self.order == "seeded")
@@ -66,13 +66,11 @@ class SplitRules:
     def choose(self, draws: np.ndarray, lengths: np.ndarray, total: int) -> dict[str, np.ndarray]:
         """Return the documents to hold out in each split, as indices into `draws` and `lengths`.
 
-        `draws` and `lengths`, (documents,) each, have the pseudorandom number and the length of each document of the
-        pool. `total` is the length of the whole text. Lengths are in bytes.
-
-        From the smallest draw to the largest, each document goes into the first held-out split whose share still has
-        room for at least half of it, or into none. Validation is tried first, so that adding a test split hardly
-        changes the validation split.
+        - `draws`, `lengths`: draw and length of each document of the pool, (documents,) each.
+        - `total`: length of the whole text. All lengths are in bytes.
         """
+        # Bytes instead of tokens, so that the choice does not depend on the tokenizer, which may be trained on the
+        # remaining documents. Validation is first, so that adding a test split hardly changes the validation split.
         wanted = {name: share * total for name, share in reversed(self.held_out().items())}
         chosen: dict[str, list[int]] = {name: [] for name in wanted}
         order = np.argsort(draws, kind="stable")
@@ -85,19 +83,21 @@ class SplitRules:
 
 
 def draws(first: int, count: int) -> np.ndarray:
-    """Return a pseudorandom number (the draw) for each of the `count` documents from number `first` on: (count,)
-    float64, uniform in [0, 1). A draw depends only on the document's number. Documents without text, or left out by
-    --exclude, are not numbered. The raw words of Philox are used because they are the same in every version of
-    numpy."""
+    """Return the draw of each of `count` documents from number `first` on: (count,) float64, uniform in [0, 1).
+
+    A draw is a pseudorandom number that depends only on the document's number. Documents without text, or left out by
+    --exclude, have no number.
+    """
     words = 4  # raw words that Philox makes from each counter value
+    # Raw words are the same in every version of numpy.
     raw = np.random.Philox(key=DRAWING_KEY, counter=first // words).random_raw(first % words + count)
     return (raw[first % words :] >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True)
 class Split:
-    """Split with counts of its contents. Its tokens begin at position `start` of a token stream, or are a file of their
-    own (`start` is then 0). `bytes` counts UTF-8 text without end-of-text tokens."""
+    """Split with counts of its contents. Its tokens begin at position `start` of a token stream, or of a file of its
+    own. `bytes` counts UTF-8 text without end-of-text tokens."""
 
     name: str
     start: int
@@ -108,15 +108,12 @@ class Split:
 
 
 def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: Path) -> list[Split]:
-    """Choose documents for the held-out splits from `pool`, and write these splits' files to `folder`. Append the
-    pool's other documents to `stream`, which must be open and has the rest of the text. `stream` thereby becomes the
-    train split. Return the splits, train first.
+    """Choose documents for the held-out splits from `pool`, and write these splits' files to `folder`. Return the
+    splits, train first.
 
-    If a split would get no document, append all documents of the pool to `stream` in the order of the text, write no
-    files, and return an empty list.
-
-    The documents of a held-out split are in the order of their draws, so that any part of the split is a sample of the
-    whole text.
+    `stream` must be open, and has the rest of the text. The pool's other documents are appended to `stream`, which is
+    then the train split. If a split would get no document, append the whole pool to `stream`, write no files, and
+    return an empty list.
     """
     documents = np.concatenate([np.zeros((0, 2), np.int64), *pool.documents()])
     length = int(sum(block[:, 1].sum() for block in (documents, *stream.documents())))
@@ -133,6 +130,7 @@ def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: 
     for name in rules.held_out():
         tokens, split_length = documents[chosen[name]].sum(axis=0).tolist()
         with token_file(folder / f"{name}.safetensors", pool.dtype) as file:
+            # In the order of the draws, so that any part of the split is a sample of the whole text.
             copy_documents(pool.path, documents[:, 0] * pool.dtype.itemsize, chosen[name], file)
         splits.append(Split(name, 0, tokens, len(chosen[name]), split_length))
         length -= split_length
@@ -142,12 +140,9 @@ def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: 
 
 
 def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) -> list[Split]:
-    """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0.
-
-    If a split would get no document (as with a single book), each split is a range of tokens that has about its share
-    of the text. Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split
-    would have no text at all.
-    """
+    """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0. The
+    shares are of the number of documents. If a split would get no document, the shares are of the text, approximately.
+    Raises UserError if a split would have no text."""
     size, shares = stream.size, rules.held_out()
     counts = [round(share * size.documents) for share in shares.values()]
     names, counts = ["train", *shares], [size.documents - sum(counts), *counts]
@@ -195,9 +190,8 @@ def _token_at(stream: TokenStream, place: int, lengths: np.ndarray) -> int:
 
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
-    """Return the first position from `start` on that follows the end of a line or of a document, or `start` if there is
-    none in the next LINE_END_SEARCH tokens. A position does not count if nothing but white space follows it in the
-    stream."""
+    """Return the first position from `start` on that follows the end of a line or of a document, or `start` if none is
+    within LINE_END_SEARCH tokens. A position with only white space after it does not count."""
     first = max(0, start - 1)
     tokens = stream.read(first, LINE_END_SEARCH + start - first).tolist()
     texts = ["\n" if token == tokenizer.eot_token else tokenizer.decode([token]) for token in tokens]
@@ -220,9 +214,9 @@ def _counted(stream: TokenStream, name: str, start: int, end: int, tokenizer: To
 
 
 def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None:
-    """Write each split of the stream to a file in `folder`. `splits` begins with the train split, which is the
-    beginning of the stream. The stream's own file is cut to the train split and renamed to train.safetensors. Existing
-    files are kept, so that an interrupted call can be repeated."""
+    """Write each split of the stream to a file in `folder`. `splits` begins with the train split, the beginning of the
+    stream. The stream's own file becomes train.safetensors. Existing files are kept, so an interrupted call can be
+    repeated."""
     train, *others = splits
     width = stream.dtype.itemsize
     for split in others:
@@ -242,8 +236,8 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
 def write_dataset_meta(
     folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, description: str, source: Mapping[str, object]
 ) -> None:
-    """Write `folder`/meta.json, which describes the splits and the tokenizer. Their files must be in `folder`, and are
-    read for their hashes. `source` says where the text came from. The same files and arguments give the same bytes."""
+    """Write `folder`/meta.json, which describes the splits and the tokenizer. Their files must be in `folder`. `source`
+    is the origin of the text. The same files and arguments give the same bytes."""
     paths = [folder / f"{split.name}.safetensors" for split in splits]
     own = {} if tokenizer.place == "gpt2" else {"tokenizer_sha256": Path(tokenizer.place)}
     meta = {

@@ -1,8 +1,7 @@
-"""File of tokens that is being written: the tokens of all documents, one document after another. An index file beside
-it has the size of each document.
+"""Token stream: a file with the tokens of all documents, one after another, and an index file with each document's
+size.
 
-The token file has the layout of a safetensors file, but its header is left blank until the end, because only then is
-the number of tokens known.
+The token file has the layout of a safetensors file. Its header is blank until `write_header` is called.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class StreamSize:
 class TokenStream:
     """Token file and index file of a sequence of documents, for appending and reading.
 
-    Call `open_at` before appending. What has been appended can be read after `flush` or `close`. To read the files of
-    an interrupted process, set `size`.
+    Call `open_at` before appending, and `flush` or `close` before reading what was appended. To read the files of an
+    interrupted process, set `size`.
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
@@ -170,12 +169,8 @@ MOST_BUCKETS = 256  # limits the number of open files
 
 
 def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
-    """Write the documents of `stream` to `target` in a uniformly random order that `seed` determines.
-
-    Each document gets a random 64-bit key. One pass distributes the documents over bucket files by the first bits of
-    their keys. Then each bucket is read in the order of the keys, and deleted. Besides `stream`, this needs disk space
-    for one copy of it and one more bucket.
-    """
+    """Write the documents of `stream` to `target` in a uniformly random order that `seed` determines. Besides `stream`,
+    this needs disk space for a copy of it and a little more."""
     folder = target.path.with_suffix(".buckets")
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted shuffle
     folder.mkdir()
@@ -184,6 +179,8 @@ def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
     # Philox's raw numbers are the same in every version of numpy.
     keys = np.random.Philox(key=seed).random_raw(stream.size.documents)
     owners = keys >> np.uint64(64 - bits) if bits else np.zeros_like(keys)
+    # One pass distributes the documents over bucket files by the first bits of their keys. Then each bucket is read in
+    # the order of the keys, and deleted.
     buckets = [TokenStream(folder / f"{number}.tokens", stream.dtype) for number in range(2**bits)]
     for each in (target, *buckets):
         each.open_at(StreamSize())

@@ -1,8 +1,5 @@
-"""Text files on this machine, and their documents.
-
-A document of a plain text file may be larger than memory, so it is read in pieces. A document of a parquet or JSON
-lines file is read as a whole.
-"""
+"""Text files on this machine, and their documents. A document of a plain text file is read in pieces, and may be larger
+than memory. A document of a parquet or JSON lines file is read as a whole."""
 
 from __future__ import annotations
 
@@ -64,8 +61,8 @@ class TextFormat:
 
 
 def text_suffix(name: str) -> str | None:
-    """Return the suffix of a file's name (the one before .gz or .zst) in lower case, or None if READERS has no reader
-    for it."""
+    """Return the suffix of a file's name in lower case, or None if READERS has no reader for the suffix. A last suffix
+    .gz or .zst is ignored."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -73,7 +70,8 @@ def text_suffix(name: str) -> str | None:
 
 
 def is_surely_text(name: str) -> bool:
-    """Return True if a file's name shows that READERS can read it. Not for .json: it need not be lines of JSON."""
+    """Return True if a file's name shows that READERS can read the file. False for .json, whose contents need not be
+    lines of JSON."""
     return text_suffix(name) not in {None, ".json"}
 
 
@@ -89,8 +87,8 @@ class TextSource:
     origin: Mapping[str, object]  # where the text came from, for meta.json
 
     def sampled(self) -> list[TextFile]:
-        """Return the files to train a tokenizer on: all files if they are small, otherwise at most SAMPLED_FILES files
-        at equal distances in the list."""
+        """Return the files to train a tokenizer on: all files if they have at most SMALL_BYTES together, otherwise at
+        most SAMPLED_FILES files at equal distances in the list."""
         is_small = sum(file.size for file in self.files) <= SMALL_BYTES
         return self.files if is_small else self.files[:: -(-len(self.files) // SAMPLED_FILES)]
 
@@ -116,12 +114,13 @@ def short_name(inputs: Sequence[str]) -> str:
 
 
 def find_text(patterns: Sequence[str]) -> TextSource:
-    """Return the input files that `patterns` (folders, files and globs) name, sorted by name. If the only pattern is a
-    folder, the names are relative to it.
+    """Return the input files that `patterns` (folders, files and globs) name, sorted by name, each once.
 
-    A folder is searched recursively, without hidden files, for files whose names show that they are text. A line on
-    standard error names some other files. A file that is given by name or matches a glob is read in any case. A file
-    that is named several times is read once. Raises UserError if there is no file to read for a pattern.
+    - A folder is searched recursively for files whose names show that they are text. Hidden files are left out.
+    - A file that is given by name or matches a glob is always included.
+    - If the only pattern is a folder, the files' names are relative to it.
+
+    Raises UserError if there is no file to read for a pattern.
     """
     found: dict[str, Path] = {}
     ignored: list[str] = []
@@ -173,10 +172,10 @@ def matching_files(pattern: str) -> list[Path]:
 
 
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the documents of a file in order, in pieces. If the file's suffix is unknown, it is read as plain text.
+    """Yield the documents of a file in order, in pieces. A file with an unknown suffix is read as plain text.
 
-    Raises UserError if `form.text_column` does not fit the file. Raises RunError if the file cannot be read or is
-    damaged, or if text is not valid Unicode and `form.errors` is "strict".
+    Raises UserError if `form.text_column` does not fit the file. Raises RunError if the file cannot be read, is
+    damaged, or has invalid Unicode that `form.errors` forbids.
     """
     documents = 0
     try:

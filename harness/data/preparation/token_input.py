@@ -1,11 +1,12 @@
 """Token shards of other programs, imported as the splits of a dataset.
 
-A shard of llm.c or modded-nanogpt begins with a header of 256 int32 numbers. The first three are a magic number, the
-version and the number of tokens. After the header, the tokens are uint16 or, for Llama 3, uint32
-(https://github.com/karpathy/llm.c, dev/data/data_common.py, MIT). build-nanogpt saves NumPy arrays
-(https://github.com/karpathy/build-nanogpt, fineweb.py, MIT). nanoGPT writes uint16 without a header
-(https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so the file does not state the dtype. nanoGPT
-writes an end-of-text token after each document; the other programs write one before each document.
+- llm.c and modded-nanogpt: a header of 256 int32 numbers, then tokens of uint16 or, for Llama 3, uint32. The header
+  begins with a magic number, the version and the number of tokens (https://github.com/karpathy/llm.c,
+  dev/data/data_common.py, MIT).
+- build-nanogpt: NumPy arrays (https://github.com/karpathy/build-nanogpt, fineweb.py, MIT).
+- nanoGPT: uint16 without a header (https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT).
+
+nanoGPT writes an end-of-text token after each document. The other programs write one before each document.
 """
 
 from __future__ import annotations
@@ -44,11 +45,9 @@ class TokenShard:
 
 
 def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
-    """Return the position, number and dtype of the tokens in a file. `stated_dtype` is the dtype that the user gives
-    for files without a header; None means uint16.
-
-    Raises UserError if the file is damaged, of an unknown format, or with None looks like uint32.
-    """
+    """Return the position, number and dtype of the tokens in a file. `stated_dtype` is the user's dtype for files
+    without a header; None: uint16. Raises UserError if the file is damaged, of an unknown format, or apparently of
+    another dtype."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(SHARD_HEADER_BYTES)
@@ -96,11 +95,12 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
 
 
 def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, list[TokenShard]]:
-    """Return the token files for `patterns` (folders, files and globs), sorted by path, in a dict by split. Each file's
-    name contains its split. In a folder, only .bin and .npy files are found, and not those in its subfolders.
-    `stated_dtype` is as for `open_shard`.
+    """Return the token files for `patterns` (folders, files and globs), sorted by path, in a dict by split.
 
-    Raises UserError if a pattern matches no file, if a file or its name is wrong, or if there is no shard for training.
+    - The name of each file must contain its split.
+    - In a folder, only .bin and .npy files are found, and not those in its subfolders.
+
+    Raises UserError if a pattern matches no file, if a file cannot be used, or if no shard is for training.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -128,8 +128,8 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
 
 
 def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer, folder: Path) -> Split:
-    """Write the tokens of all shards, one after another, to the file of `split` in `folder`, in the tokenizer's dtype.
-    Return the split with its counts. Raises UserError if there are no tokens, or if they do not fit the tokenizer."""
+    """Write the tokens of all shards, in the tokenizer's dtype, to the file of `split` in `folder`. Return the split
+    with its counts. Raises UserError if there are no tokens, or if they do not fit the tokenizer."""
     if not any(shard.tokens for shard in shards):
         raise UserError(f"{shards[0].path}: the {split} shards have no tokens; give shards that have some")
     size, byte_lengths = tokenizer.vocab_size, tokenizer.token_byte_lengths()

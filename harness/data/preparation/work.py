@@ -1,7 +1,5 @@
-"""Work folder and journal of a preparation. The dataset is made in a hidden folder beside its final path until it is
-complete. The journal in the folder records the progress, so that a killed preparation from text resumes and writes the
-same bytes as an uninterrupted one. (An import of token shards begins anew.)
-"""
+"""Work folder and journal of a preparation. After a kill, a preparation from text resumes from the journal, and writes
+the same bytes as an uninterrupted one. An import of token shards begins anew."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raise UserError if a new dataset folder cannot be made at `target`, or if the last two parts of the path are no
-    valid owner/name. A folder with files is refused, unless `overwrite` is true and all files are parts of a
+    """Raise UserError if a new dataset folder cannot be made at `target`, or if its owner or name is not valid. A
+    folder with files is refused if `overwrite` is false, or if it has files or folders that are not part of a
     dataset."""
     # A target of one part, without an owner, is accepted: the user moves it to DATASETS_DIR/owner/name later.
     for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
@@ -100,9 +98,9 @@ def _journal(content: dict[str, Any]) -> Journal:
 
 def _read(path: Path, make: Callable[[Any], Any]) -> Any:
     """Return `make` applied to the contents of a JSON file, or None if the file does not exist. Raises UserError if the
-    file is damaged. Does not use pydantic, which would take 5 MiB of memory."""
+    file is damaged."""
     try:
-        return make(json.loads(path.read_bytes()))
+        return make(json.loads(path.read_bytes()))  # pydantic would take 5 MiB of memory
     except FileNotFoundError:
         return None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -150,9 +148,8 @@ class WorkFolder:
             shutil.rmtree(self.replaced)
 
     def _clear(self) -> None:
-        """Delete the folder's contents except the lock. The journal is deleted first, so that no later process resumes
-        from a part of the contents."""
-        self.journal_path.unlink(missing_ok=True)
+        """Delete the folder's contents except the lock."""
+        self.journal_path.unlink(missing_ok=True)  # first, so that no later process resumes from a part of the contents
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -160,10 +157,9 @@ class WorkFolder:
                 entry.unlink()
 
     def _remove(self) -> None:
-        """Delete the folder. The lock is deleted last, because it shows a later process that this tool made the
-        folder."""
+        """Delete the folder."""
         self._clear()
-        self.lock.unlink()
+        self.lock.unlink()  # last, because it shows a later process that this tool made the folder
         self.path.rmdir()
 
     def save(self, phase: Phase) -> None:
@@ -172,18 +168,19 @@ class WorkFolder:
         replace_text(self.journal_path, json.dumps(asdict(self.journal)) + "\n")
 
     def resume_or_begin(self, options: dict[str, Any], files: list[list[str]], *, restart: bool) -> Journal:
-        """Return the journal of the interrupted work in this folder, or a new journal if there is no such work or if
-        `restart` is true. Also create `self.dataset`, and save the journal and `files`.
+        """Return the journal of the interrupted work in this folder, or a new one. The journal is saved, and
+        `self.dataset` is created.
 
-        `options` are the options that determine the splits and the tokenizer; `files` are the [name, version] of each
-        input file.
+        `options` are the options that determine the splits and the tokenizer. `files` are the [name, version] of each
+        input file. The journal is new in three cases:
 
-        Interrupted work whose journal has no tokens (as always for token shards) begins anew if options or files have
-        changed. If the journal has tokens, other options raise UserError. The option replace_invalid may be added,
-        because all text that was read without it was valid UTF-8.
+        - `restart` is true.
+        - There is no interrupted work.
+        - The old journal has no tokens, as always for token shards, and options or files have changed.
 
-        In the phase "reading", a change of a file that was already read to the end raises UserError. If the file that
-        was being read has changed, reading goes back to `Journal.file_start`. Other changes of files do not matter.
+        If the old journal has tokens, changed options raise UserError, but replace_invalid may be added. In the phase
+        "reading", a change of a file that was already read to the end raises UserError, and a change of the file that
+        was being read sets the journal back to `Journal.file_start`. In later phases, files may change.
         """
         if restart:
             self._clear()
@@ -194,6 +191,7 @@ class WorkFolder:
             self._clear()
             journal, known = Journal(options), files
         before = journal.options
+        # replace_invalid may be added, because all text that was read without it was valid UTF-8.
         changes = ", ".join(
             f"{key}: {before.get(key)}, not {options.get(key)}"
             for key in {**before, **options}
