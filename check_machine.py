@@ -17,15 +17,25 @@ from harness.common.processes import exit_when_launcher_dies
 @click.option("--processes", type=click.IntRange(min=1), help="Start this many ranks; leave it out under torchrun.")
 @RUNS_DIR
 def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
-    """Measure this machine on all ranks at once, in less than a minute: matrix products and memory copies on each
-    device, the all-reduce of gradients, the disk that checkpoints go to, and a download from the Hub. The exit status
-    is 1 if, in three measurements in a row, a rank's products or copies are more than 10 % slower than the median of
-    the ranks, or its copies from host memory more than 40 %. It is also 1 if any measurement but the download fails,
-    and 2 if this machine cannot hold RUN's weights or compute what its train.json demands.
+    """Measure this machine on all ranks at once, in less than a minute:
 
-    With RUN, also train a new model with that run's settings for some steps, and save the speed for
-    `ddp_train.py RUN DATASETS_DIR --plan`. Compiling the model can take minutes; the run itself then need not do it
-    again.
+    \b
+    - matrix products and memory copies on each device
+    - the all-reduce of gradients
+    - the disk that checkpoints go to
+    - a download from the Hub
+
+    \b
+    The exit status is
+    - 1 if, in three measurements in a row, a rank's products or copies are more
+      than 10 % slower than the median of the ranks (copies from the host's
+      memory: 40 %)
+    - 1 if a measurement other than the download fails
+    - 2 if this machine cannot hold RUN's weights or compute what its train.json
+      demands
+
+    With RUN, also train a new model with that run's settings for some steps, and save the speed for `ddp_train.py RUN
+    DATASETS_DIR --plan`. Compiling the model can take minutes. The run itself then need not compile it again.
 
     \b
         uv run check_machine.py 8xa100m40 --processes 8

@@ -1,10 +1,8 @@
-"""Save a run's checkpoints, and resume from a checkpoint. On the same machine, with the same number of ranks and the
-same versions, the resumed run is bit-identical to one that never stopped (on GPUs and with torch.compile only if
-train.json's `deterministic` is true).
+"""Save a run's checkpoints, and resume from a checkpoint.
 
-A checkpoint holds the weights, the states of the optimizer and the gradient scaler, every rank's random state and
-losses since the last report, and the tokenizer's file, if there is one. Its meta.json holds the progress of training.
-harness/runs/checkpoints.py reads and writes the files.
+With the same machine, number of ranks and versions, a resumed run is bit-identical to one that never stopped. On GPUs
+or with torch.compile, train.json's `deterministic` must also be true. harness/runs/checkpoints.py reads and writes the
+files.
 """
 
 from __future__ import annotations
@@ -69,13 +67,11 @@ class Checkpointer:
         self.protected = {prepared.checkpoint.name} if prepared.checkpoint else set()
 
     def restore(self, loader: TokenLoader) -> None:
-        """Restore the weights and the state of training from the checkpoint to resume from, and set the run's links and
-        metrics back to it. If there is no checkpoint, begin the run: load train.json's initial weights, if it names
-        any, move earlier results aside, and seed the random generators.
+        """Resume from the prepared checkpoint, or begin the run if there is none.
 
-        Also warms up the optimizer step with `loader`'s first microbatch. Raises UserError if the checkpoint or the
-        initial weights do not fit this run, or if the model cannot be compiled. Raises RunError or OSError if files
-        cannot be moved or written.
+        Sets the run's links and metrics back to the checkpoint, or moves earlier results aside. Warms up the optimizer
+        step with `loader`'s first microbatch. Raises UserError if the checkpoint or the initial weights do not fit this
+        run, or if the model cannot be compiled.
         """
         start, seed, rank = self.prepared.checkpoint, self.config.seed_of("dropout"), self.world.rank
         saved = None
@@ -109,14 +105,12 @@ class Checkpointer:
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
     def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
-        """Save a checkpoint of the last completed step. `planned` is true if train.json asks for this checkpoint, and
-        false if it is saved because the run stops early. If `planned`, the mean training loss and the best step in
-        `state` are updated first. meta.json records `interrupted_evaluation` ("validation", "benchmarks" or None), so
-        that the resumed run repeats that evaluation.
+        """Save a checkpoint of the last completed step. May update the losses and the best step in `state`.
 
-        With `async_checkpoint` the files are written in a thread, whose error is raised by the next `save` or `finish`,
-        or by `Writer.check`. Raises RunError if the weights are not equal on all ranks, or if the checkpoint cannot be
-        written.
+        `planned` is true if train.json asks for this checkpoint, false if the run stops early. The resumed run repeats
+        `interrupted_evaluation` ("validation", "benchmarks" or None). Raises RunError if the ranks' weights differ or
+        the checkpoint cannot be written. With `async_checkpoint`, the next `save`, `finish` or `Writer.check` raises
+        errors in writing.
         """
         if planned:  # else keep the sums: the next planned checkpoint records the same mean loss as without a stop
             state.close_loss_period()
@@ -214,9 +208,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
-    """Set the run's links and metrics back to the checkpoint `path`, whose meta.json is `meta`, and move all later
-    results to a folder below `aside/`. Also completes links and metrics if the process that saved the checkpoint was
-    killed before it updated them. Rank 0 only. Raises RunError or OSError if files cannot be moved or written."""
+    """Set the run's links and metrics to the state of the checkpoint `path`, whose meta.json is `meta`. Rank 0 only.
+
+    Moves later results to a folder below `aside/`, and completes what a killed process left undone. Raises RunError or
+    OSError if files cannot be moved or written.
+    """
     make_aside = cache(run.new_aside)  # makes one folder for all moved files, and only if a file is moved
     run.set_measurements_aside(meta.global_step, make_aside)
     if any(step > meta.global_step for step, _ in checkpoints.list_checkpoints(run.checkpoints)):
@@ -232,9 +228,11 @@ def seed_for_rank(seed: int, rank: int, step: int = 0) -> None:
 
 
 def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World, *, seed: int, step: int) -> None:
-    """Restore this rank's random state and unreported losses from the checkpoint `path`, whose content is `saved`. If
-    the number of ranks has changed, seed this rank anew, and load the unreported losses of all ranks into rank 0's
-    meter. Raises UserError, naming the file, if the checkpoint does not hold such states."""
+    """Restore this rank's random state and unreported losses from `saved`, the content of the checkpoint `path`.
+
+    If the number of ranks has changed, rank 0's meter gets the losses of all ranks. Random states that cannot be
+    restored are seeded with `seed` and `step`, the first global step of this process.
+    """
     with state_errors_as_user_errors(path / checkpoints.TRAIN_STATE):
         if not isinstance(saved.train_state, dict):  # indexing a tensor with "ranks" would warn, not raise
             raise ValueError('not a dict with the key "ranks"')
@@ -254,11 +252,10 @@ def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World,
 
 
 def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> None:
-    """Load the states of the optimizer and the gradient scaler from the checkpoint `path`, whose content is `saved`.
-    Called on every rank. Raises UserError, naming the file, if a state does not fit this run.
+    """Load the states of the optimizer and the gradient scaler from `saved`, the content of the checkpoint `path`.
 
-    A checkpoint of Giles Thomas's lab notebook (see harness/runs/upstream.py), or one that this program saved before
-    its own first step, may have no optimizer state. The optimizer then begins with an empty one.
+    Call on every rank. Loads nothing if there is no optimizer state and only the lab notebook's program
+    (harness/runs/upstream.py) has trained the weights. Raises UserError if a state does not fit this run.
     """
     is_untrained = saved.meta.is_from_notebook or saved.meta.foreign_tokens == saved.meta.tokens_seen
     if is_untrained and not saved.optimizer:

@@ -131,9 +131,12 @@ def main(
 
 
 def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the runs that `baseline` selects. A run in `compared` (empty: all runs) selects itself. Any
-    other run selects all runs of its arm. The name of an arm selects those of its runs that are in `compared`, or all
-    of them if none is. Raises UserError if there is no such run or arm."""
+    """Return the names of the runs that `baseline`, a run or an arm, selects.
+
+    - A run in `compared` (empty: all runs) selects itself.
+    - Any other run selects all runs of its arm, itself first.
+    - An arm selects its runs in `compared`, or all its runs if `compared` has none of them.
+    """
     from harness.comparison.arms import find_arms
     from harness.comparison.records import RunRecord, find_runs
     from harness.runs.directory import RunDirectory

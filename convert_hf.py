@@ -23,8 +23,8 @@ READERS = {"transformers": "transformers", "notebook": "the lab notebook's scrip
 
 @click.group(cls=Group)
 def main() -> None:
-    """Export models for transformers or for the scripts of Giles Thomas's lab notebook
-    (github.com/gpjt/ddp-base-model-from-scratch), import models, and publish models on the Hugging Face Hub. If
+    """Export models for transformers, or for the scripts of Giles Thomas's lab notebook
+    (github.com/gpjt/ddp-base-model-from-scratch). Import models. Publish models on the Hugging Face Hub. If
     transformers has a native class for a model, the model is exported as that class."""
 
 
@@ -36,15 +36,16 @@ def main() -> None:
 @click.option("--format", "format_", type=click.Choice(list(READERS)), default="transformers", show_default=True)
 @RUNS_DIR
 def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, format_: str, runs_dir: Path) -> None:
-    """Write a model to the new folder OUT: the best checkpoint of RUN (its latest if it has no best; for an imported
-    run, its weights), the one that CHECKPOINT names (a folder's name, `latest` or `best`), or the model in any folder
-    with model.safetensors.
+    """Write a model to the new folder OUT. RUN names a run's best checkpoint (its latest if it has no best; for an
+    imported run, its weights). RUN:CHECKPOINT names any checkpoint (a folder's name, `latest` or `best`). RUN can also
+    be any folder with model.safetensors.
 
     transformers.AutoModelForCausalLM and AutoTokenizer can load OUT, and so can programs that use them. A model for
-    which transformers has no class is written with its own code, which runs only with trust_remote_code=True. With
-    --format notebook, OUT has a model.json and a model.safetensors for the scripts of Giles Thomas's lab notebook
+    which transformers has no class is written with its own code, which runs only with trust_remote_code=True.
+
+    With --format notebook, OUT has a model.json and a model.safetensors for the scripts of Giles Thomas's lab notebook
     (github.com/gpjt/ddp-base-model-from-scratch). Their load_state_dict requires attention masks and a separate output
-    head, so these are written, too.
+    head, so both are written, too.
     """
     configure_libraries()
     files = find_files(checkpoint, model_json, runs_dir)

@@ -1,7 +1,7 @@
-"""Train a GPT-2-class model as a run directory describes it, and write the model and its measurements there.
+"""Train a GPT-2-class model as its run directory describes.
 
-`Trainer` is the training loop; `Trainer.after_step` does what is due after a step. Modules that need torch are imported
-inside functions, so that --help, --plan and errors in the run's files do not wait for torch.
+`Trainer` is the training loop. Import modules that need torch inside functions: --help, --plan and errors in the run's
+files must not wait for torch.
 """
 
 from __future__ import annotations
@@ -50,11 +50,9 @@ class Trainer:
     """Training loop and all its parts. Every method is called on every rank."""
 
     def __init__(self, prepared: PreparedRun, world: World, stop: StopRequest) -> None:
-        """Build the parts of training. The model has new weights, which are equal on all ranks. `stop` holds the signal
-        that asks this process to stop.
+        """Build the parts of training. The model has new weights, which are equal on all ranks.
 
-        Raises UserError if this machine cannot compute what the run demands, or if a benchmark or the tokenizer cannot
-        be used.
+        Raises UserError if this machine cannot train the model, or if a benchmark or the tokenizer cannot be used.
         """
         load("torch._dynamo")  # else the first use of an optimizer or of DDP would import it, more slowly
         import torch
@@ -87,10 +85,11 @@ class Trainer:
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
     def train(self) -> None:
-        """Do the work that earlier processes left unfinished. Then run the remaining steps, and after each step do the
-        work that is due. If a signal, a ceiling (max_hours, max_dollars) or a divergence stops the run early, save a
-        checkpoint of the last step if there is none, wait for the upload to the mirror, and raise RunStopped on every
-        rank. Raises RunError if a checkpoint or metrics.jsonl cannot be written, or if the ranks' weights differ."""
+        """Run the remaining steps and all work that is due. Call `checkpointer.restore` first.
+
+        Raises RunStopped on every rank if a signal, a ceiling (max_hours, max_dollars) or a divergence stops the run
+        early. The last step has then been saved, and all uploads have ended or been given up.
+        """
         self.stop.listen()
         survive_closed_output(self.stop.hang_up)
         self.reporter.console.start()
@@ -134,12 +133,11 @@ class Trainer:
             raise
 
     def after_step(self, step: int, due: set[str] | None = None) -> None:
-        """Do the work that is due after global step `step`. If an earlier process has done a part of it, `due` names
-        the rest. The checkpoint comes last, because it records the results of the other work.
+        """Do the work that is due after global step `step`.
 
-        Raises RunStopped on every rank if an evaluation is interrupted. After any step but the last, also raises it if
-        the run has diverged, or if there is a reason to stop after a checkpoint. Raises RunError on every rank if the
-        ranks' weights differ or a checkpoint cannot be written, and only on rank 0 if metrics.jsonl cannot be written.
+        `due` names the part that an earlier process has left undone. None: all of it. Raises RunStopped on every rank
+        to end the run early. Raises RunError, perhaps on rank 0 alone, if a file cannot be written or the ranks'
+        weights differ.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = due or position.due_after(step, config)
@@ -165,7 +163,7 @@ class Trainer:
                 text = self.evaluations.sample()
             self.reporter.sample(text, state)
         state.has_diverged |= is_skipping
-        if "checkpoint" in due:
+        if "checkpoint" in due:  # last, because it records the results of the work above
             self.checkpointer.save(state, planned=True)
             meta = self.prepared.meta  # after a lowered budget, its step may be the last one, and has its line already
             if meta is None or not (meta.planned and meta.global_step == step):
@@ -323,12 +321,12 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
 
 def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions, *, began: float) -> None:
-    """Start or resume training on this rank. `checkpoint` is the command's CHECKPOINT, or None. `began` is the value of
-    `time.perf_counter()` from which the run's clock counts.
+    """Start or resume training on this rank. Collective.
 
-    If the run is finished, only move what is later than a given CHECKPOINT aside, write what a killed process left
-    unwritten, and send what the mirror lacks. Raises RunStopped if the run stops early, and UserError or RunError if it
-    cannot start or fails."""
+    `checkpoint` is the command's CHECKPOINT, or None. The run's clock counts from `began`, a value of
+    `time.perf_counter()`. A finished run is not trained, but its files and its mirror are completed. Raises RunStopped
+    if training stops early.
+    """
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock

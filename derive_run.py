@@ -54,12 +54,17 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
     """Create the run NEW as a copy of BASE with some keys changed. The key on_end is not copied.
 
     VALUE is parsed as JSON if it is valid JSON; otherwise it is text. null removes the key. The file derived.json in
-    NEW records BASE and the keys that differ. If --set dataset names datasets in DATASETS_DIR, NEW also gets their
-    vocabulary size, unless BASE's is larger by less than 128. NEW validates on no more sequences than their validation
-    splits have, in a smaller microbatch if necessary. If a dataset has no validation split, NEW does not validate. If
-    the train splits are too short, NEW trains on all that they have (in as many passes as BASE's "epochs" allows), and
-    a long warm-up is shortened. A key that is given by --set is not changed. To derive several runs at once, use
-    sweep_runs.py.
+    NEW records BASE and the keys that differ. To derive several runs at once, use sweep_runs.py.
+
+    \b
+    If --set dataset names datasets in DATASETS_DIR, NEW is fitted to them:
+    - vocabulary size: theirs, if known; BASE's, if larger by less than 128
+    - validation: on no more sequences than their validation splits have, in a
+      smaller microbatch if necessary; none if a dataset has no such split
+    - training: if the train splits are too short, on all that they have (in as
+      many passes as "epochs" allows), with a long warm-up shortened
+
+    Keys given by --set are not changed.
 
     \b
         uv run derive_run.py quickstart mine --set dataset=me/my-texts

@@ -70,14 +70,14 @@ def main(
     output: Path | None,
     runs_dir: Path,
 ) -> None:
-    """Print the benchmark scores of a model: the best checkpoint of RUN (its latest if it has no best; for an imported
-    run, its weights), the one that CHECKPOINT names (a folder's name, `latest` or `best`), or WEIGHTS with the shape in
-    MODEL_JSON.
+    """Print the benchmark scores of a model. RUN names a run's best checkpoint (its latest if it has no best; for an
+    imported run, its weights). RUN:CHECKPOINT names any checkpoint (a folder's name, `latest` or `best`). MODEL_JSON
+    WEIGHTS are the two files of a model.
 
     --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu), patterns of such names ('arc*'), and
-    paths of task files (.yaml), and can be given several times. Data that is not on this machine is downloaded from the
+    paths of task files (.yaml). It can be given several times. Data that is not on this machine is downloaded from the
     Hugging Face Hub. The tokenizer is the one in the folder of the weights, or GPT-2's if that folder has none. Scores
-    of a run's checkpoint are also written to the folder results/ of the run.
+    of a run's checkpoint are also written to the run's folder results/.
     """
     configure_libraries()
     specs = [name for each in tasks for name in each.split(",") if name]

@@ -68,9 +68,13 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     """Fit scaling laws to the final validation losses of RUNS: names of folders in --runs-dir, or patterns like
     'ladder-*'.
 
-    Prints isoFLOP profiles (the best model size at each compute budget), power laws of the best size, of its number of
-    tokens and of its loss, and the law L(N, D) = E + A/N^alpha + B/D^beta, all with 95% intervals. Runs that give no
-    point, such as unfinished runs, are left out; --json has the reason for each.
+    \b
+    Prints, with 95% intervals:
+    - isoFLOP profiles: the best model size at each compute budget
+    - power laws of the best size, its number of tokens and its loss
+    - the law L(N, D) = E + A/N^alpha + B/D^beta
+
+    Runs that give no point, such as unfinished runs, are left out. --json has the reason for each.
     """
     from harness.common.files import check_writable
     from harness.scaling.data import CostLaw
@@ -121,12 +125,10 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 
 
 def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, object] | None) -> Plan:
-    """Return the parameters, tokens and FLOPs of the training whose loss a --predict option asks for. `text` is the
-    option's value: the name of a run, or for example `parameters=1e9,tokens=2e10`, whose FLOPs `cost` computes.
-    `trained_on` has the dataset and the context length of the runs to which the law is fitted, or is None if it is
-    fitted to points from a file.
+    """Return the training that `text`, a value of --predict, names.
 
-    Raises UserError if the text or the run is wrong, or if the law does not hold for the run.
+    `text` is the name of a run, or for example `parameters=1e9,tokens=2e10`. `cost` and `trained_on` are those of the
+    fitted Points. Raises UserError if the text or the run is wrong, or if the law does not hold for the run.
     """
     from harness.comparison.records import RunRecord
     from harness.model.config import load_model_config

@@ -1,9 +1,13 @@
 """The model: GPT-2 (Radford et al. 2019) with the options of model.json, for training and for generation.
 
-Tensor names end in the shape, as in x_BxTxC: B sequences, T tokens, C = emb_dim, H heads, D the width of a head, Q the
-width of the queries of all heads, K the width of the keys (and of the values) of all key-value heads, F the width of a
-feed-forward layer, V the size of the vocabulary. Parameter names are part of a published file format, so they must not
-change.
+Do not rename parameters: their names, except `qkv`, are in published files. Names of tensors end in the shape, as in
+x_BxTxC:
+- B sequences, T tokens, C = emb_dim
+- H heads, each of width D
+- Q = H·D, the width of all queries
+- K the width of the keys of all key-value heads, and of their values
+- F the width of a feed-forward layer
+- V the size of the vocabulary
 """
 
 from __future__ import annotations
@@ -64,11 +68,9 @@ class RMSNorm(nn.Module):
 
 
 def rms_normalized(x_BxTxC: Tensor) -> Tensor:
-    """Scale x to a root mean square of 1 over the last dimension. The result is fp32, or fp64 if x is.
-
-    Does not use torch's F.rms_norm, whose fused kernel needs a weight of the input's dtype.
-    """
+    """Scale x to a root mean square of 1 over the last dimension. The result is fp32, or fp64 if x is."""
     x = x_BxTxC if x_BxTxC.dtype == torch.float64 else x_BxTxC.float()
+    # Not F.rms_norm, whose fused kernel needs a weight of the input's dtype.
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
 
 
@@ -84,9 +86,9 @@ def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
 
 
 def rotation(positions: Tensor, head_width: int, base: float, is_fp64: bool) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of the angles p·base^(-2i/D) by which RoPE rotates pair i of a head at position p.
+    """Return the cosines and sines of RoPE's angles p·base^(-2i/D), for position p and pair i of a head of width D.
 
-    `positions` are (T,) or (B, T), and the results (T, D/2) or (B, T, D/2), in fp64 or fp32. D is `head_width`.
+    `positions` are (T,) or (B, T). The results are (T, D/2) or (B, T, D/2), in fp64 or fp32.
     """
     dtype = torch.float64 if is_fp64 else torch.float32
     exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=dtype) / head_width
@@ -128,9 +130,9 @@ class Mix(nn.Module):
 
 
 def causal_attention(q_BxHxTxD: Tensor, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor, drop_rate: float) -> Tensor:
-    """Return softmax attention of each token to itself and the tokens before it, as (B, H, T, D) in the inputs' dtype.
+    """Return softmax attention of each token to itself and the tokens before it: (B, H, T, D).
 
-    If keys and values have fewer heads than queries, several query heads share each key-value head (grouped-query
+    `drop_rate` must be 0 outside of training. Keys and values may have fewer heads than queries (grouped-query
     attention; Ainslie et al., arXiv:2305.13245).
     """
     dtype, tokens = q_BxHxTxD.dtype, q_BxHxTxD.shape[-2]
@@ -217,9 +219,8 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream through dropout.
 
-    With `embedding_skip`, the block first mixes its input with the input of the first block. `forward` also returns the
-    routing of the block's experts, or None without experts. The routing is not stored in an attribute, because
-    torch.compile would lose the attribute where blocks are recomputed.
+    With `embedding_skip`, the input is first mixed with that of the first block, `embedding_BxTxC`. `forward` also
+    returns the experts' Routing, or None without experts.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -248,6 +249,7 @@ class TransformerBlock(nn.Module):
             added_BxTxC, routing = self.ff(normal_BxTxC)
         else:
             added_BxTxC = self.ff(normal_BxTxC)
+        # The routing is not stored in an attribute: torch.compile would lose the attribute where blocks are recomputed.
         return x_BxTxC + self.mlp_drop(added_BxTxC), routing
 
 
@@ -257,9 +259,9 @@ class TransformerBlock(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """Mixture of experts: a router chooses A of E feed-forward layers for each token (Mixtral, arXiv:2401.04088,
-    section 2.1). The result is the weighted sum of their outputs. No token is dropped.
+    section 2.1).
 
-    The router's probabilities are computed in at least fp32, because small differences decide which experts are chosen.
+    The result is the weighted sum of the chosen layers' outputs. No token is dropped.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -284,6 +286,7 @@ class MixtureOfExperts(nn.Module):
 
     def _route(self, x_NxC: Tensor) -> tuple[Tensor, Tensor, Routing]:
         """Return the weights and the indices of each token's A experts, both (N, A), and the Routing."""
+        # At least fp32, because small differences decide which experts are chosen.
         dtype = torch.float64 if x_NxC.dtype == torch.float64 else torch.float32
         with torch.autocast(x_NxC.device.type, enabled=False):
             probabilities_NxE = F.linear(x_NxC.to(dtype), self.router.weight.to(dtype)).softmax(-1)
@@ -295,19 +298,17 @@ class MixtureOfExperts(nn.Module):
 
 
 def balancing_loss(probabilities_NxE: Tensor, tokens_E: Tensor) -> Tensor:
-    """Return E·Σ f·P, a sum over the E experts: f is the share of the tokens that an expert processes, and P the mean
-    probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to 6).
+    """Return E·Σ f·P, a sum over the E experts (Switch Transformers, arXiv:2101.03961, equations 4 to 6).
 
-    The shares f add up to A (in the paper, A is 1), so that the loss is A if tokens and probabilities are spread
-    evenly.
+    f is the share of the tokens that an expert processes, and P the expert's mean probability. If both are equal for
+    all experts, the loss is A (in the paper, 1).
     """
     tokens, experts = probabilities_NxE.shape
     return experts * (tokens_E.to(probabilities_NxE.dtype) / tokens * probabilities_NxE.mean(0)).sum()
 
 
 class Permuted(torch.autograd.Function):
-    """Permutation of rows. Its backward pass gathers rows by the inverse permutation, which is faster than the backward
-    of index_select, and gives the same bits each time."""
+    """Permutation of rows by `order_R`, whose inverse is `inverse_R`."""
 
     @staticmethod
     def forward(ctx: Any, rows_RxC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -317,24 +318,25 @@ class Permuted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_RxC: Tensor) -> tuple[Tensor, None, None]:
         (inverse_R,) = ctx.saved_tensors
+        # Faster than the backward of index_select, and the same bits each time.
         return gradient_RxC.index_select(0, inverse_R), None, None
 
 
 def computes_in_groups(x_RxC: Tensor) -> bool:
-    """Return True to compute the experts with `grouped_experts`, False with `experts_one_by_one`.
-
-    To read each expert's number of rows, `experts_one_by_one` waits for the GPU, or breaks the graph when compiling. On
-    the CPU, and in generation (few tokens, no gradients), it is as fast as `grouped_experts`. torch has no grouped
-    product in fp64.
-    """
+    """Return True to compute the experts with `grouped_experts`, False with `experts_one_by_one`."""
+    # To read each expert's number of rows, `experts_one_by_one` waits for the GPU, or breaks the graph when compiling.
+    # On the CPU, and in generation (few tokens, no gradients), it is as fast as `grouped_experts`. torch has no grouped
+    # product in fp64.
     suits = torch.compiler.is_compiling() or (x_RxC.is_cuda and torch.is_grad_enabled())
     return suits and x_RxC.dtype != torch.float64
 
 
 def experts_one_by_one(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
-    """Return the experts' outputs (R, C) for their rows of `x_RxC`, which are sorted by expert. `tokens_E` has the
-    number of rows of each expert. With gradients, an expert without rows is also called: its gradients are then zeros
-    instead of None, as optimizers and DDP expect."""
+    """Return the outputs (R, C) of the experts for their rows of `x_RxC`, which must be sorted by expert.
+
+    `tokens_E` has the number of rows of each expert.
+    """
+    # With gradients, also call experts without rows: optimizers and DDP expect gradients of zeros, not None.
     parts = zip(experts, x_RxC.split(tokens_E.tolist()), strict=True)
     return torch.cat([expert(rows) for expert, rows in parts if len(rows) or torch.is_grad_enabled()])
 
@@ -398,8 +400,8 @@ def bigram_buckets(tokens_BxT: Tensor, previous_BxT: Tensor, buckets: int) -> Te
 class GPTModel(nn.Module):
     """Token embeddings, learned position embeddings or RoPE, `n_layers` blocks, a final norm and a linear head.
 
-    Value embeddings, the skip from the embedding to each block, and the embedding of the last two tokens (bigrams)
-    follow the record runs of https://github.com/KellerJordan/modded-nanogpt (train_gpt.py).
+    Value embeddings, `embedding_skip` and the embedding of bigrams follow the record runs of
+    https://github.com/KellerJordan/modded-nanogpt (train_gpt.py).
     """
 
     def __init__(
@@ -410,11 +412,11 @@ class GPTModel(nn.Module):
         residual_dtype: torch.dtype | None = None,
         moe_router_loss_scale: float = 0.0,
     ) -> None:
-        """Build the model. Weights are drawn from torch's global generator, so that equal seeds give equal models.
+        """Build the model, with weights drawn from torch's global generator.
 
-        With `recompute_blocks`, the backward pass runs each block again instead of keeping its activations.
-        `residual_dtype` is the dtype of the residual stream under autocast (None: the dtype of the weights).
-        `moe_router_loss_scale` is the coefficient of the experts' balancing losses.
+        - `recompute_blocks`: the backward pass runs each block again instead of keeping its activations.
+        - `residual_dtype`: dtype of the residual stream under autocast. None: the dtype of the weights.
+        - `moe_router_loss_scale`: coefficient of the experts' balancing losses.
         """
         super().__init__()
         self.config = config
@@ -437,16 +439,18 @@ class GPTModel(nn.Module):
         self.initialize()
 
     def initialize(self) -> None:
-        """Initialize as GPT-2 does (Radford et al. 2019, section 2.3): weights are normal with standard deviation 0.02,
-        biases are zero.
+        """Initialize linear layers and embeddings as GPT-2 does (Radford et al. 2019, section 2.3).
 
-        The standard deviation of projections into the residual stream is divided by √(2·n_layers), because each block
-        adds to the stream twice. If `initialisation` is "zero_residual", these projections start at zero.
+        - biases and the embedding of bigrams: zero
+        - projections into the residual stream: normal, with standard deviation 0.02 / √(2·n_layers); zero if
+          `initialisation` is "zero_residual"
+        - other weights: normal, with standard deviation 0.02
         """
         modules = list(self.modules())
         into_residual: set[nn.Module] = {each.out_proj for each in modules if isinstance(each, CausalSelfAttention)}
         into_residual |= {each.layers[2] for each in modules if isinstance(each, FeedForward)}
         is_zero = self.config.initialisation == "zero_residual"
+        # Each block adds to the stream twice.
         residual_std = 0.0 if is_zero else INIT_STD / math.sqrt(2 * self.config.n_layers)
         for module in modules:
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -460,11 +464,10 @@ class GPTModel(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V), or, if targets (B, T) are given, the mean cross-entropy in nats per token, a
-        scalar. Every target must be from 0 to V - 1.
+        """Return the logits (B, T, V), or with targets (B, T) the mean cross-entropy in nats per token, a scalar.
 
-        If targets are given in training, a model with experts returns a tensor of two elements, whose sum is to be
-        minimized: the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`.
+        Every target must be from 0 to V - 1. With targets in training mode, a model with experts returns two terms,
+        (2,), whose sum is to be minimized: the cross-entropy, and the balancing losses times `moe_router_loss_scale`.
         """
         routings: list[Routing] = []
         features_BxTxC = self.features(tokens_BxT, routings=routings)
@@ -486,12 +489,12 @@ class GPTModel(nn.Module):
         cache: KeyValueCache | None = None,
         routings: list[Routing] | None = None,
     ) -> Tensor:
-        """Return the input of the head, (B, T, C), after the final norm. If `routings` is given, the Routing of each
-        block with experts is appended to it.
+        """Return the input of the head, (B, T, C), after the final norm.
 
-        With a cache, which needs evaluation mode, the tokens continue the sequences in the cache and are added to it.
-        Row b then has `lengths[b]` tokens and is padded on the right (None: no padding). Results for padding are
-        meaningless.
+        - `lengths`: with a cache, row b has `lengths[b]` tokens, followed by padding, whose results are meaningless.
+          None: no padding.
+        - `cache`: the tokens continue the sequences in it, and are added to it. Needs evaluation mode.
+        - `routings`: gets the Routing of each block with experts appended.
         """
         config = self.config
         if cache is None:
@@ -547,7 +550,7 @@ class GPTModel(nn.Module):
 
 def load_model(config: ModelConfig, weights: Path, device: torch.device) -> GPTModel:
     """Return a model in evaluation mode on `device`, with the weights of a safetensors file. Raises UserError if the
-    file cannot be read or does not match `config`, or if this machine's memory cannot hold the weights."""
+    file cannot be read or does not fit `config`, or if memory is too small for the weights."""
     check_memory(config)
     model = GPTModel(config)
     model.load_checkpoint_tensors(load_weights(weights), weights)

@@ -2,9 +2,8 @@
 
     OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
 
-RESPONSES are files written by test_ift.py, or by the programs of Sebastian Raschka's book Build a Large Language Model
-(From Scratch) or of Giles Thomas's lab notebook (github.com/gpjt/ddp-base-model-from-scratch). If judging is stopped,
-the same command resumes it.
+Each file has the answers of one model, written by test_ift.py, by the programs of Sebastian Raschka's book, or by those
+of Giles Thomas's lab notebook. If judging is stopped, the same command resumes it.
 """
 
 from __future__ import annotations
@@ -72,12 +71,12 @@ def main(
     The judge's API key is read from the environment variable OPENAI_API_KEY.
 
     With --prompt book or --prompt notebook, the judge sees each answer alone and gives an integer score. The prompt is
-    exactly that of Sebastian Raschka's book, or that of Giles Thomas's lab notebook. A mean of these scores can be
-    compared with the mean in the book or the notebook if the judge is the same, but never with scores of models that
-    were judged together.
+    exactly that of Sebastian Raschka's book, or that of Giles Thomas's lab notebook. If the judge is the same, the mean
+    score can be compared with that in the book or the notebook. It cannot be compared with scores of models that were
+    judged together.
 
-    If test_ift.py wrote the responses to a run's folder, the scores are also written to results/ in this folder, unless
-    the checkpoint that gave the answers is gone.
+    If test_ift.py wrote the responses to a run's folder, and the checkpoint that gave the answers still exists, the
+    scores are also written to results/ in this folder.
     """
     from harness.evaluation.instruct.responses import read_comparable
     from harness.evaluation.judge.report import judge_and_report

@@ -51,9 +51,14 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     Checkpoints are fetched only if the newest one at URL is newer than `latest` here, or replaces a damaged `latest`.
     The newest one then becomes `latest`. Checkpoints in the run's aside/ here do not count.
 
-    Settings and results that are here already are not replaced. Summary, chart and metrics here are kept if the run is
-    being trained here, if it has a newer checkpoint here than at URL, or if the newest checkpoint at URL is in the
-    run's aside/ here. Otherwise they are replaced by those at URL, if those are whole and fit the checkpoints here.
+    Settings and results that are here already are not replaced.
+
+    \b
+    Summary, chart and metrics at URL replace those here if they are whole and
+    fit the checkpoints here. Those here are kept
+    - if the run is being trained here
+    - if it has a newer checkpoint here than at URL
+    - if the newest checkpoint at URL is in the run's aside/ here
     """
     from harness.mirror.home import fetch_run
 
@@ -81,8 +86,8 @@ def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
     """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings.
 
     Checkpoints that the run has abandoned by going back (they are in its aside/ here) are set aside at URL, too: their
-    meta.json becomes meta-aside.json, so that no machine continues from them. In this case, summary and chart at URL
-    are replaced or deleted.
+    meta.json becomes meta-aside.json, so that no machine continues from them. Summary and chart at URL are then
+    replaced or deleted.
     """
     from harness.mirror.home import push_run
     from harness.runs.directory import RunDirectory

@@ -62,14 +62,14 @@ BOOK_DATA = (
 @click.option("--base-url", help="The judge's endpoint.  [default: OPENAI_BASE_URL, or OpenAI's]")
 @RUNS_DIR
 def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
-    """Fine-tune a model on instructions until its validation loss rises, answer the test instructions with the weights
-    from before the rise, and let a judge score the answers. The model is the best checkpoint of RUN (its latest if it
-    has no best; for an imported run, its weights), the one that CHECKPOINT names, or WEIGHTS with the shape in
-    MODEL_JSON.
+    """Fine-tune a model on instructions until its validation loss rises. Then answer the test instructions with the
+    weights from before the rise, and let a judge score the answers. RUN names a run's best checkpoint (its latest if it
+    has no best; for an imported run, its weights). RUN:CHECKPOINT names any checkpoint (a folder's name, `latest` or
+    `best`). MODEL_JSON WEIGHTS are the two files of a model.
 
     A model's score may differ by several points if it is judged again. To compare models, use --responses-only for each
-    of them, and then judge_ift.py on all files at once. Scores of a run's checkpoint are also written to the run's
-    folder results/, but only if the responses file is in the run's folder.
+    of them, and then judge_ift.py on all files at once. If the responses file is in the run's folder, a checkpoint's
+    scores are also written to results/ there.
     """
     configure_libraries()
     from harness.runs.trained_model import find_model
@@ -127,8 +127,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
 
 
 def choose_judge(options: dict[str, Any]) -> JudgeSettings:
-    """Return the judge's settings. Called before any training, because it raises UserError if the judge cannot be
-    used."""
+    """Return the judge's settings. Raises UserError if the judge cannot be used. Call before any training."""
     from harness.evaluation.judge.requests import JudgeClient, JudgeSettings
 
     settings = JudgeSettings.choose(options["judge_model"], options["base_url"], prompt=options["judge_prompt"])
@@ -138,8 +137,10 @@ def choose_judge(options: dict[str, Any]) -> JudgeSettings:
 
 
 def check_places(path: Path, options: dict[str, Any]) -> None:
-    """Raise UserError if the responses file `path` or the folder --save cannot be written or would replace something,
-    or if --name is not usable. Called before anything is downloaded or trained."""
+    """Raise UserError if the responses file `path`, the folder --save or --name cannot be used.
+
+    Call before anything is downloaded or trained.
+    """
     if path.is_dir() or (path.exists() and not options["overwrite"]):
         raise UserError(
             f"{path}: exists; --overwrite replaces it, unless it is a folder; --responses FILE writes to another place"
@@ -154,8 +155,11 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
 
 
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
-    """Ask the judge to score the answers, print the scores, and write them to the run if the responses file `path` is
-    in the run's folder. The judge's answers are kept in judgements.jsonl beside `path`."""
+    """Ask the judge to score the answers, and print the scores.
+
+    The scores are also written to the run if the responses file `path` is in its folder. The judge's answers are kept
+    in judgements.jsonl beside `path`.
+    """
     from harness.evaluation.judge.report import judge_and_report
 
     options = ["--model", settings.model, "--base-url", settings.base_url, "--prompt", settings.prompt]

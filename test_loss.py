@@ -48,9 +48,9 @@ def main(
     **options: Any,
 ) -> None:
     """Print the mean loss of models on a dataset in DATASETS_DIR, or on each dataset of the mixture that a model was
-    trained on. RUN names the best checkpoint of a run (its latest if it has no best; for an imported run, its weights).
-    A pattern like 'lr-*' names this checkpoint for each run that matches. RUN:CHECKPOINT names any checkpoint of a run
-    (a folder's name, `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
+    trained on. RUN names a run's best checkpoint (its latest if it has no best; for an imported run, its weights). A
+    pattern like 'lr-*' names this checkpoint for each run that matches. RUN:CHECKPOINT names any checkpoint (a folder's
+    name, `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
 
     A dataset that DATASETS_DIR lacks is downloaded or built. For several models, a table is printed, lowest loss first.
     Results of a run's checkpoints are also written to the folder results/ of the run.

@@ -47,9 +47,9 @@ def main(
     seed: int,
     runs_dir: Path,
 ) -> None:
-    """Continue prompts with a trained model: the best checkpoint of RUN (its latest if it has no best; for an imported
-    run, its weights), the one that CHECKPOINT names (a folder's name, `latest` or `best`), or the weights in the file
-    WEIGHTS with the shape in MODEL_JSON.
+    """Continue prompts with a trained model. RUN names a run's best checkpoint (its latest if it has no best; for an
+    imported run, its weights). RUN:CHECKPOINT names any checkpoint (a folder's name, `latest` or `best`). MODEL_JSON
+    WEIGHTS are the two files of a model.
 
     A text ends after --num-tokens tokens, or when the model produces the end-of-text token. The tokenizer is the one in
     the folder of the weights, or GPT-2's if that folder has none.

@@ -127,10 +127,10 @@ class Player:
 
 
 def make_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: int) -> Path:
-    """Write a run directory for ddp_train.py and a dataset of random tokens into `folder`. Return the run directory.
-    The model has query, key and value biases, because transformers' model always has them."""
+    """Write a run directory for ddp_train.py and a dataset of random tokens into `folder`. Return the run directory."""
     run = folder / "runs" / "bench"
     sizes = zip(("n_layers", "emb_dim", "n_heads", "context_length", "vocab_size"), case, strict=False)
+    # Biases of queries, keys and values, because transformers' model always has them.
     model = {**dict(sizes), "drop_rate": 0.0, "qkv_bias": True, "tie_weights": tied}
     train = {
         "dataset": "bench/random",
@@ -239,8 +239,10 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
 
 
 def take_turns(answers: TextIO) -> Iterator[None]:
-    """Yield once for each line on standard input, to let the caller take a step. When the caller asks for the next
-    turn, write the elapsed and the processor seconds of its last step to `answers`."""
+    """Yield once for each line on standard input, to let the caller take a step.
+
+    Writes the elapsed and the processor seconds of each step to `answers`. Ends the process at the end of the input.
+    """
     while sys.stdin.readline():
         wall, processor = time.perf_counter(), time.process_time()
         yield
@@ -288,9 +290,10 @@ def run_peer(name: str, run: Path, turns: Iterator[None]) -> None:
 def peers_step(
     program: str, model: ModelConfig, device: torch.device, wrap: Callable[[Any], Any] | None, *, low_precision: bool
 ) -> Callable[[Tensor], None]:
-    """Return a function that runs a training step of another program on tokens (B, T + 1), as that program does:
-    clipping to norm 1.0, AdamW, and bf16 autocast with `low_precision`. `wrap`, if given, compiles its model or wraps
-    it in DDP."""
+    """Return a function that runs a training step of another program on tokens (B, T + 1).
+
+    `wrap`, if given, compiles the model or wraps it in DDP. `low_precision` means bf16 autocast.
+    """
     import torch
 
     loss, is_upstream = peers_loss(program, model).to(device), program == "upstream"

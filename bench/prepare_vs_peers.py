@@ -1,10 +1,9 @@
-"""Time prepare_datasets.py against Hugging Face datasets and the method of the lab notebook (the project that this one
-grew from).
+"""Time prepare_datasets.py against Hugging Face datasets and the method of Giles Thomas's lab notebook.
 
     uv run --with datasets bench/prepare_vs_peers.py my-parquet --rounds 5
 
-All programs tokenize the same parquet files (column `text`) with GPT-2's vocabulary into a safetensors file. They run
-in turns, so that other work on the machine slows all of them alike. The time that a program takes to start is included.
+In turns, all programs tokenize the same parquet files (column `text`) with GPT-2's vocabulary into a safetensors file.
+The time that a program takes to start is included.
 """
 
 from __future__ import annotations
@@ -67,8 +66,10 @@ save_file({"tokens": tokens}, target)
 
 
 def watch_memory(process: subprocess.Popen[bytes]) -> float:
-    """Wait for a process to end. Return the peak memory of the process and its descendants together, in MiB: the
-    largest sum of their proportional set sizes (Pss), in which a page that n processes share counts 1/n."""
+    """Wait for a process to end. Return the peak memory of the process and its descendants together, in MiB.
+
+    A page that n processes share counts as 1/n page in each (proportional set size, Pss).
+    """
     peak, parent = 0.0, psutil.Process(process.pid)
     while process.poll() is None:
         with suppress(psutil.Error):  # one of them has ended

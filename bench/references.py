@@ -1,4 +1,4 @@
-"""Other implementations of the same model, in the form in which their authors train them, for comparison with ours.
+"""Other implementations of the same model, as their authors train them, for comparison with ours.
 
 The models written here share no code with gpt.py. `NotebookModel` has the tensor names of Giles Thomas's lab notebook.
 """
@@ -96,8 +96,8 @@ class NanoBlock(nn.Module):
 
 
 class NotebookModel(nn.Module):
-    """GPT as in Giles Thomas's lab notebook, with separate query, key and value projections, norms and attention in
-    elementary operations, and all logits stored, but without dropout."""
+    """GPT as in Giles Thomas's lab notebook, but without dropout. Queries, keys and values have separate projections,
+    norms and attention consist of elementary operations, and all logits are stored."""
 
     def __init__(
         self, config: ModelConfig, block: Callable[..., nn.Module] = Block, norm: Callable[..., nn.Module] = Norm

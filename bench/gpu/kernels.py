@@ -88,8 +88,10 @@ def measure_exchange(bench: Workbench) -> None:
 
 
 def measure_attention(bench: Workbench) -> None:
-    """Record, for each kernel and dropout rate, the milliseconds of forward and backward together, and the share of
-    attention weights that the kernel actually drops, or the reason why torch refuses the kernel."""
+    """Record the milliseconds of attention, forward and backward together, for each kernel and dropout rate.
+
+    Also record the share of attention weights that are really dropped, or torch's reason to refuse the kernel.
+    """
     model, train = bench.shipped()
     heads, length, batch = model["n_heads"], model["context_length"], train["microbatch_size"]
     dim = model["emb_dim"] // heads
@@ -113,16 +115,16 @@ def measure_attention(bench: Workbench) -> None:
 
 
 def share_dropped(rate: float, heads: int) -> float:
-    """Return the share of attention weights that dropout actually drops. All weights are equal and the values are an
-    identity matrix, so the output is zero where a weight was dropped."""
+    """Return the share of attention weights that dropout actually drops."""
+    # All weights are equal, and the values are an identity matrix: the output is zero where a weight was dropped.
     zeros = torch.zeros(1, heads, 64, 64, device=DEVICE, dtype=torch.bfloat16)
     identity = torch.eye(64, device=DEVICE, dtype=torch.bfloat16).expand_as(zeros).contiguous()
     return (F.scaled_dot_product_attention(zeros, zeros, identity, dropout_p=rate) == 0).float().mean().item()
 
 
 def measure_loss(bench: Workbench) -> None:
-    """Record the time of output head and loss, forward (in bf16 autocast) and backward, by the number of logits in a
-    chunk. Both are compiled as in training, except in a rehearsal."""
+    """Record the time of output head and loss, forward and backward together, for several numbers of logits in a chunk.
+    Both are compiled, except in a rehearsal."""
     model, train = bench.shipped()
     vocab, width = model["vocab_size"], model["emb_dim"]
     rows, exponents = train["microbatch_size"] * model["context_length"], (12, 14) if bench.tiny else (27, 28, 29, 30)
@@ -144,8 +146,8 @@ def measure_loss(bench: Workbench) -> None:
 
 
 def measure_nanogpt(bench: Workbench) -> None:
-    """Record in turns the time of a training step of nanoGPT and of this program, with models of the same shape. Both
-    are compiled (except in a rehearsal), in bf16, without dropout, with fused AdamW and clipping, on random tokens."""
+    """Record, in turns, the time of a training step of nanoGPT and of this program, with models of the same shape.
+    Both are compiled, except in a rehearsal."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT does; no product here is in fp32
     keys, changes = {"drop_rate": 0.0, "tie_weights": True, "qkv_bias": True}, {"clipping_max_norm": 1.0}
     bench.add_run("nanogpt", keys, {**changes, "compile": not bench.tiny})

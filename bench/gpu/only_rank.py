@@ -1,5 +1,7 @@
-"""A world of one rank that does all that a rank does among several: process group, DistributedDataParallel, sharded
-optimizer. On one GPU there is no other way to measure this, because NCCL refuses two ranks on one GPU."""
+"""A world of one rank with a process group, DistributedDataParallel and a sharded optimizer.
+
+One GPU offers no other way to measure these parts, because NCCL refuses two ranks on one GPU.
+"""
 
 from __future__ import annotations
 

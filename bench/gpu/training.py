@@ -44,8 +44,10 @@ def step(bench: Workbench, *, fast: bool, ddp: bool, microbatch: int | None, mod
 
 
 def measure_search(bench: Workbench) -> None:
-    """Record three runs: the search for the largest microbatch that fits the device (-f), training with the size that
-    it found, and training with a size larger by a tenth plus 8, which must fail."""
+    """Record the search for the largest microbatch (-f), and two runs that check it.
+
+    The run with the size found must train. The run with a size larger by a tenth plus 8 must fail.
+    """
     bench.add_run("find", {}, {"train_steps": 1})
     ended, output = bench.train("find", "-f", ddp=True)
     said = [line for line in output.splitlines() if line.startswith(("Max micro", "Memory:")) or "compiled" in line]
@@ -60,8 +62,10 @@ def measure_search(bench: Workbench) -> None:
 
 
 def measure_continue(bench: Workbench) -> None:
-    """Record whether a killed run and a stopped run, continued by the same command, end bit for bit with the weights of
-    an uninterrupted run. The runs have dropout, Muon, sharded state and accumulation."""
+    """Record whether a killed run and a stopped run, when continued, end like an uninterrupted run.
+
+    The weights must be equal bit for bit. The runs have dropout, Muon, sharded state and accumulation.
+    """
     steps = 20 if bench.tiny else 60
     train: Row = {"microbatch_size": 4, "gradient_accumulation_steps": 2, "train_steps": steps, "deterministic": True}
     train |= {"report_interval": 1, "checkpoint_interval": steps // 5, "validation_interval": steps // 2}
@@ -83,8 +87,11 @@ def measure_continue(bench: Workbench) -> None:
 
 
 def measure_saving(bench: Workbench) -> None:
-    """Record how long checkpoints delay training: for each checkpoint that another step follows, the seconds by which
-    that step is longer than the median step, and this median. Checkpoints are written in the background."""
+    """Record how long checkpoints that are written in the background delay training.
+
+    For each checkpoint that another step follows: the seconds by which that step is longer than the median step, and
+    the median.
+    """
     interval = STEPS[bench.tiny] - 4  # far apart, because a checkpoint waits until the one before is written
     train = {"train_steps": 2 * STEPS[bench.tiny], "checkpoint_interval": interval, "report_interval": 1}
     bench.add_run("saving", {}, train, fast=True)

@@ -36,15 +36,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workbench:
-    """Folder `shipped_runs` with the repository's runs, folder `work` for runs and data, and the JSON file `out`, to
-    which the stage `stage` adds its rows. If `tiny` is true, the model and the data are small enough for a rehearsal on
-    a CPU."""
+    """Folders, results file and size of a benchmark."""
 
-    shipped_runs: Path
-    work: Path
-    out: Path
-    tiny: bool
-    stage: str = ""
+    shipped_runs: Path  # the repository's runs
+    work: Path  # for runs and data
+    out: Path  # JSON file with the rows of all stages
+    tiny: bool  # for a rehearsal on a CPU: the model and the data are small
+    stage: str = ""  # the stage whose rows `add` adds and `forget` removes
 
     @property
     def runs(self) -> Path:
@@ -87,12 +85,12 @@ class Workbench:
         return path
 
     def make_data(self) -> Path:
-        """Make the dataset if it is missing, and return DATASETS_DIR. As in text, the frequencies of tokens follow
-        Zipf's law, so that a few rows of the embedding get most of the gradients."""
+        """Make the dataset if it is missing, and return DATASETS_DIR."""
         folder = self.work / "datasets" / DATASET
         if not (folder / "meta.json").exists():
             generator, largest = np.random.default_rng(0), self.shipped()[0]["vocab_size"] - 1
             counts = TOKENS[self.tiny].items()
+            # Zipf's law, as in text: a few rows of the embedding get most of the gradients.
             splits = {split: np.minimum(generator.zipf(ZIPF_EXPONENT, count) - 1, largest) for split, count in counts}
             write_dataset(folder, splits)
         return self.work / "datasets"
@@ -118,11 +116,11 @@ class Workbench:
     def train(
         self, name: str, *options: str, ddp: bool = False, signal_at: tuple[str, int] | None = None
     ) -> tuple[Row, str]:
-        """Run `ddp_train.py NAME` to its end. Return a row (the exit status, the seconds, and the first line that
-        begins with "error:") and the whole output.
+        """Run `ddp_train.py NAME` to its end. Return a row about it, and its whole output.
 
-        With `ddp`, the only rank does all that it would do as one of several. At the first line of output that begins
-        with the text in `signal_at`, the process gets the signal in `signal_at`.
+        The row has the exit status, the seconds, and the first line that begins with "error:" (or None). With `ddp`,
+        the only rank does all that a rank does among several. `signal_at` is a text, and the signal to send at the
+        first line that begins with the text.
         """
         program = ["-c", ALONE] if ddp else ["ddp_train.py"]
         command = [sys.executable, *program, name, str(self.make_data()), "--runs-dir", str(self.runs), *options]
