@@ -139,7 +139,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
         else:
             paths = matching_files(pattern)
         if not paths:
-            kinds = "*.parquet, *.jsonl or *.txt files (also with .gz or .zst)"
+            kinds = "*.parquet files, or *.jsonl or *.txt files (also with .gz or .zst)"
             seen = f"; found: {abbreviated(others)}" if others else ""
             if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
                 seen += "; import files of tokens with --from-bin"
