@@ -107,14 +107,15 @@ class Fault:
 
 
 def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float, gone: float) -> Fault | None:
-    """Return the fault that explains the others, or None if there is no fault. For example, a rank whose process has
-    ended is also silent, and other ranks may be stuck because they wait for it.
+    """Return the fault to report at the time `now`, or None if there is none. The limits are in seconds:
 
-    A fault is reported after `stuck` seconds without progress inside `Watchdog.guard`, or `silent` seconds without a
-    heartbeat of a rank or an answer of the store. The end of a rank's process is reported after `gone` seconds, so that
-    messages about its error come first.
+    - `stuck`: without progress inside `Watchdog.guard`
+    - `silent`: without a rank's heartbeat, or without the store's answer
+    - `gone`: since a rank's process was first seen to have ended
     """
     last = heartbeats.last
+    # The checks are ordered from causes to effects. A rank whose process has ended is also silent, and other ranks may
+    # be stuck because they wait for it.
     ended = [rank for rank, each in enumerate(last) if each.gone_since is not None and now - each.gone_since >= gone]
     if ended:
         return Fault(f"{_names(heartbeats, ended)} ended suddenly", ended)

@@ -1,8 +1,6 @@
 """Rank of this process, read from the environment, and the start of all ranks for `--processes`. Does not load torch.
 
-torchrun and `run_ranks` set RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT, where
-the ranks meet (torch.distributed's `env://`). Any other launcher that sets them can be used. If only some of the first
-four are set, they are refused: the run would be a different one than intended, or would wait for ranks that never come.
+Any launcher can be used that sets COUNTS and, for several ranks, RENDEZVOUS_ADDRESS (torch.distributed's `env://`).
 """
 
 from __future__ import annotations
@@ -60,6 +58,7 @@ def read_ranking() -> Ranking:
     needed = [*COUNTS, *(RENDEZVOUS_ADDRESS if os.environ.get("WORLD_SIZE") != "1" else ())]
     texts, fault = {name: os.environ.get(name, "") for name in needed}, ""
     for name, text in texts.items():
+        # With only some of these, the run would be another one than intended, or would wait for ranks that never come.
         if not text:
             fault = fault or f"{given[0]} is set, but {name} is not"
         elif name != "MASTER_ADDR" and not re.fullmatch(r"[0-9]{1,9}", text):
@@ -79,8 +78,8 @@ def read_ranking() -> Ranking:
 
 
 def ranks_to_start(processes: int | None) -> int:
-    """Return the number of ranks that this process must start for --processes, or 0 if it is a rank itself or the only
-    process. Raises UserError if --processes is given to a rank that another launcher started."""
+    """Return the number of ranks to start for --processes: 0 if this process is itself a rank or the only process.
+    Raises UserError if --processes is given to a rank that another launcher started."""
     if processes is None or PARENT in os.environ:
         return 0
     if "RANK" in os.environ:
@@ -89,11 +88,11 @@ def ranks_to_start(processes: int | None) -> int:
 
 
 def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
-    """Run this process's command in `count` ranks on this machine, forward signals to them, and exit when all have
-    ended, with the status of the first rank that failed.
+    """Run this process's command in `count` ranks on this machine. When all have ended, exit with the status of the
+    first that failed, or 0.
 
-    `when_started` is called with the pid of rank 0. Each rank has its own process group of the operating system, so
-    that Ctrl-C in a terminal reaches only this process. Raises UserError if `count` is too large for this machine.
+    Each rank must call `unblock_stopping_signals`, and then gets the signals that ask this process to stop.
+    `when_started` is called with the pid of rank 0. Raises UserError if `count` is too large for this machine.
     """
     if count > (most := RANKS_PER_CORE * usable_cores()):
         raise UserError(f"--processes {count}: at most {most} here, {RANKS_PER_CORE} for each core; give fewer")
@@ -120,6 +119,8 @@ def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
             environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
             inherited = [store.fileno()] if rank == 0 else []
             command = [sys.executable, *sys.argv]
+            # A session, and so a process group, of its own: Ctrl-C in a terminal reaches only this process, which
+            # forwards it.
             ranks.append(subprocess.Popen(command, env=environment, pass_fds=inherited, start_new_session=True))
     unblock_stopping_signals()
     when_started(ranks[0].pid)
@@ -138,15 +139,13 @@ def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.Popen[bytes] | None:
-    """Wait for all ranks to end, and return the first rank whose exit status is not 0, or None if there is none.
-
-    Once there is such a rank, the others get SIGTERM, and SIGKILL ENDING_SECONDS later. If signals were forwarded to
-    the ranks (`asked`), all are ending already, so SIGTERM is delayed by STOPPING_SECONDS.
-    """
+    """Wait until all ranks have ended. Once a rank has failed, end the others. Return the first that failed, or None.
+    `asked` has the signals that were forwarded to the ranks so far."""
     first_nonzero, since, due = None, 0.0, [(0.0, signal.SIGTERM), (ENDING_SECONDS, signal.SIGKILL)]
     while True:
         running = [rank for rank in ranks if rank.poll() is None]
         if first_nonzero is None and (first_nonzero := next((rank for rank in ranks if rank.returncode), None)):
+            # Ranks that were asked to stop are ending already.
             since = time.monotonic() + (STOPPING_SECONDS if asked else 0.0)
         if not running:
             return first_nonzero

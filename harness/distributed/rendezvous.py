@@ -1,10 +1,7 @@
 """Rendezvous of exactly the ranks that were started together, and translation of errors on the connections between
 them.
 
-torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts. So stale
-entries of an earlier start could be read as current ones. TORCHELASTIC_RESTART_COUNT cannot distinguish the starts,
-because every node counts its own. So rank 0 generates a random id for each start. Every other rank requests it under a
-random name of its own, and so cannot get an answer that was meant for another start.
+torchrun may start a job's ranks several times, with one store for all starts. Entries of an earlier start are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
 from harness.distributed.watchdog import LONGEST_TIMEOUT_SECONDS
 
 POLL_SECONDS = 0.02
-CONTROL_TIMEOUT = timedelta(seconds=LONGEST_TIMEOUT_SECONDS)
+CONTROL_TIMEOUT = timedelta(seconds=LONGEST_TIMEOUT_SECONDS)  # long enough for any work of another rank
 # The timeout of collectives is this much longer than the watchdog's, so that the watchdog reports a fault first. Its
 # message says more, and it knows which work may take long. The longer timeout is for collectives that the watchdog does
 # not guard.
@@ -54,12 +51,12 @@ NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo's error if a rank could not
 
 
 def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[Any, Any]:
-    """Find the other ranks and connect to all of them. `timeout_seconds` is the watchdog's.
+    """Connect this rank to all other ranks. Return a process group on the CPU, and a store for the watchdog.
+    Collective.
 
-    Initializes the default process group of torch.distributed, which all-reduces gradients on the ranks' devices.
-    Returns a second process group, on the CPU, whose timeout is long enough for any work of another rank, and a store
-    with a connection of its own for the watchdog. Raises RunError or PeerError if a rank does not join or cannot be
-    reached. If the ranks have met but do not connect in time, ends this process.
+    Also initializes torch.distributed's default process group, for tensors on the ranks' devices. `timeout_seconds` is
+    the watchdog's. Raises RunError or PeerError if a rank does not join or cannot be reached. If the ranks have met but
+    do not connect in time, ends this process.
     """
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if here.world_size == here.local_world_size and loopback:  # one machine; the user's settings have precedence
@@ -112,6 +109,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
         finally:
             late.cancel()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # The watchdog's threads need a connection of their own.
         return control, PrefixStore(restart_id, TCPStore(address, port, is_master=False, wait_for_workers=False))
 
 
@@ -142,8 +140,8 @@ def _open_store(timeout: timedelta) -> Any:
 
 
 def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
-    """Return an id of the current start of the job. All `size` ranks get the same id, and another start has another id.
-    Raises RunError naming a rank that has not joined in time."""
+    """Return a new id of this start of the job, the same on all `size` ranks. Raises RunError if a rank has not joined
+    in time. Collective."""
     deadline = time.monotonic() + timeout_seconds
 
     def wait_a_moment(absent: int) -> None:
@@ -154,6 +152,7 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
         time.sleep(POLL_SECONDS)
 
     if rank != 0:
+        # The name is random, so that no answer to a request of an earlier start is found under it.
         request = secrets.token_hex(8)
         store.set(f"requests/{rank}", request)
         while not store.check([f"answers/{request}"]):
@@ -161,6 +160,7 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
         restart_id = store.get(f"answers/{request}").decode()
         store.set(f"{restart_id}/received/{rank}", "")
         return restart_id
+    # TORCHELASTIC_RESTART_COUNT cannot distinguish the starts, because every node counts its own.
     restart_id = secrets.token_hex(8)
     for other in range(1, size):
         while not store.check([f"{restart_id}/received/{other}"]):
@@ -175,10 +175,10 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
 
 @contextmanager
 def connection_errors_as_peer_errors() -> Iterator[None]:
-    """Context manager that translates errors of gloo and nccl in its body.
+    """Context manager that translates errors of gloo and nccl.
 
-    Raises PeerError if the connection to another rank is gone. Raises RunError, which this rank prints, if the body
-    timed out or if a rank could not be reached at all, because then no rank is known to have failed.
+    - PeerError: the connection to another rank is gone.
+    - RunError: the body timed out, or a rank could not be reached at its address.
     """
     try:
         yield
@@ -190,6 +190,7 @@ def connection_errors_as_peer_errors() -> Iterator[None]:
                 "itself; set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every machine to the interface that they "
                 "share, such as eth0"
             ) from None
+        # RunError, because no rank is known to have failed.
         if TIMED_OUT_TEXT in text:
             raise RunError(
                 f"timed out waiting for another rank; no rank was found stuck; {EXIT.again} to continue"

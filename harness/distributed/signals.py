@@ -25,15 +25,11 @@ LONG_STEP_SECONDS = 2
 
 
 class StopRequest:
-    """Request to stop. `signal` is the number of the signal that asked for it, or 0 if there was none. `ceiling_at` is
-    the time, by `time.monotonic`, at which max_hours or max_dollars is reached.
-
-    The signal handler only stores the signal's number: a collective in the handler could interrupt another collective.
-    """
+    """Request to stop the run, made by a signal or by a ceiling of time or cost."""
 
     def __init__(self) -> None:
-        self.signal = 0
-        self.ceiling_at = math.inf
+        self.signal = 0  # number of the signal that asked for the stop; 0 if there was none
+        self.ceiling_at = math.inf  # time, by time.monotonic, at which max_hours or max_dollars is reached
 
     @property
     def reason(self) -> int:
@@ -56,17 +52,15 @@ class StopRequest:
             self.signal = signal.SIGHUP
 
     def steps_until_stop(self, world: World, steps: range, between: Callable[[], None]) -> Iterator[int]:
-        """Yield the steps, calling `between()` before each. Collective.
-
-        Raises RunStopped before the same step on all ranks if any rank has a reason to stop. The ranks exchange their
-        reasons while the previous step computes, so that no rank waits for the exchange.
-        """
+        """Yield each of `steps`, after a call of `between`. If any rank has a reason to stop, raises RunStopped before
+        the same step on every rank, but not after the last step. Collective."""
         wait_for_maxima, step_seconds = world.async_max(self.reason, 0), 0.0
         for step in steps:
             reason, longest_seconds = wait_for_maxima()  # sent before the previous step began
             if reason:
                 raise RunStopped(reason)
             between()
+            # The ranks exchange their reasons while the step computes, so that no rank waits for the exchange.
             wait_for_maxima, began = world.async_max(self.reason, int(step_seconds)), time.monotonic()
             yield step
             step_seconds = time.monotonic() - began
@@ -86,6 +80,7 @@ class StopRequest:
             raise RunStopped(reason, interrupted_evaluation)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # Only stored, because a collective in a signal handler could interrupt another collective.
         # The training loop reads self.signal. EXIT is for `one_line_errors`, which has no StopRequest.
         self.signal = EXIT.stop_signal = number
 
@@ -96,23 +91,21 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 
 @dataclass(frozen=True)
 class SharedWork:
-    """An evaluation in numbered pieces, such as the microbatches of a validation. A request to stop interrupts it. If
-    `shared` is true, rank r of N does the pieces r, r + N, r + 2 N and so on; otherwise rank 0 does all pieces.
-    `place` names the evaluation in messages and in meta.json."""
+    """Evaluation in numbered pieces, such as the microbatches of a validation. A request to stop interrupts it."""
 
     world: World
-    shared: bool
+    shared: bool  # true: rank r of N does the pieces r, r + N, r + 2 N and so on; false: rank 0 does all pieces
     stop: StopRequest
-    place: Place
+    place: Place  # names the evaluation in messages, and in meta.json if it was interrupted
 
     def share(self, count: int, work: Callable[[Iterator[int]], list[T]]) -> list[T]:
-        """Return the results of the pieces 0 .. `count` - 1 on every rank. They are in the order of the pieces, so that
-        their sum does not depend on how the ranks divided the work. Collective.
+        """Return the results of the pieces 0 .. `count` - 1, in this order, on every rank. Collective.
 
-        `work` is given an iterator over the numbers of this rank's pieces and returns their results. The iterator can
-        raise Interrupted, which `work` must not catch. Each piece counts as progress for the watchdog. Raises
-        RunStopped on every rank if a request to stop has interrupted any rank, and the exception that another rank has
-        sent by `gather_results` instead of its results.
+        `work` is given an iterator over the numbers of this rank's pieces, and returns their results in this order. The
+        results must be small and picklable. `work` must not catch Interrupted, which the iterator can raise.
+
+        Raises RunStopped on every rank if a request to stop has interrupted any rank. Also raises an exception that
+        another rank has passed to `gather_results`.
         """
         watchdog, rank = self.world.watchdog, self.world.rank
         ranks = self.world.size if self.shared else 1
@@ -125,6 +118,7 @@ class SharedWork:
             watchdog.idle(self.place)
             results = []
         parts = self.gather_results(results)
+        # In the order of the pieces, so that the sum of the results does not depend on how the ranks divided the work.
         return [parts[index % ranks][index // ranks] for index in range(count)]
 
     def until_stopped(self, indexes: Iterable[int]) -> Iterator[int]:
@@ -137,11 +131,11 @@ class SharedWork:
             self.world.watchdog.beat()
 
     def gather_results(self, value: T | Exception | None) -> list[T]:
-        """Return the values of all ranks. Raises an exception among them on every rank, so that no rank waits for the
-        failed one in a later call. Raises RunStopped if a value is None, which an interrupted rank sends.
-        Collective."""
+        """Return the values of all ranks, in the order of the ranks. On every rank, raises the first exception among
+        the values, or RunStopped if an interrupted rank has passed None. Collective."""
         values: list[Any] = self.world.gather(value)
         for each in values:
+            # On every rank, because otherwise a rank would wait for the failed one in a later call.
             if isinstance(each, Exception):
                 raise each
         if any(each is None for each in values):

@@ -1,14 +1,11 @@
 """Detection of ranks that are stuck, silent or gone. If the watchdog finds one, it ends this process, and one rank of
-each machine prints the reason.
+each machine prints the reason. Ranks send heartbeats to one another, through the store of the rendezvous.
 
-An all-reduce waits for a missing rank and cannot say which rank it is. So every rank sends the others heartbeats with
-its progress, through the store of the rendezvous, in threads that run even while the main thread waits.
+- Stuck: no progress for too long inside `Watchdog.guard`. Elsewhere, a rank may work for long.
+- Silent: no heartbeat of the rank arrives.
+- Gone: the rank's process on this machine has ended.
 
-A rank is silent if its heartbeats do not arrive, and gone if its process has ended. A rank can be stuck only inside
-`Watchdog.guard`, because elsewhere a single rank may work for long (a download, a save).
-
-On CUDA the main thread only enqueues work, and continues to do so when the device hangs. So it records a CUDA event
-behind the enqueued work. This work counts as progress once the device has reached the event.
+On CUDA, work counts as progress once the device has done it.
 """
 
 from __future__ import annotations
@@ -81,7 +78,7 @@ class Milestone:
     place: str
     progress: list[int]  # [Place.order, parts done]: a rank with a smaller list is behind
     is_guarded: bool  # true if a lack of progress here is a fault
-    at: float  # when the main thread reached it, by time.monotonic
+    at: float  # when this process reached it, by time.monotonic; a GPU may reach it later
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,8 @@ class Progress:
     """Milestones that this rank has passed. Any thread may call any method."""
 
     def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
-        """Create the progress of a rank that has passed no milestone. `record()` marks the end of the work given to the
-        device so far. It returns a function, such as a DeviceMark, that returns True once the device has passed the
-        mark. `record` is None on a CPU."""
+        """Create the progress of a rank that has passed no milestone. `record` makes a DeviceMark after the work that
+        the device has been given so far. On a CPU, `record` is None."""
         self._record = record
         self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a method
         self._reached = Milestone("the start", [-1, 0], False, time.monotonic())
@@ -107,9 +103,10 @@ class Progress:
         self._ahead: deque[tuple[Milestone, Callable[[], bool]]] = deque()  # the device has not reached these yet
 
     def reach(self, place: str, progress: list[int], *, is_guarded: bool) -> Any:
-        """Record that the main thread passes a Milestone with these fields now. Returns the time, by `time.monotonic`,
+        """Record that this rank passes a Milestone with these fields now. Returns the time, by `time.monotonic`,
         or on a GPU a DeviceMark. The difference between two such values is in seconds."""
         milestone = Milestone(place, progress, is_guarded, time.monotonic())
+        # On CUDA the main thread only enqueues work, and continues to do so when the device hangs.
         is_done = self._record() if self._record else None
         with self._lock:
             if is_done is None:
@@ -165,8 +162,8 @@ def device_progress(device: torch.device) -> Progress:
 
 
 class Watchdog:
-    """Watcher of all ranks, in threads of this rank's process. The main thread calls `guard`, `beat` and `idle`. Until
-    the watchdog is started, it watches no rank."""
+    """Watcher of all ranks, in threads of this rank's process. `guard`, `beat` and `idle` must not be called
+    concurrently. Until the watchdog is started, it watches no rank."""
 
     def __init__(
         self,
@@ -175,8 +172,8 @@ class Watchdog:
         is_stopping: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
     ) -> None:
-        """Create a watchdog without starting it. `is_stopping` returns True if this rank has a reason to stop; the
-        watchdog's threads call it. `progress` is the Progress of the rank's device, or None on a CPU."""
+        """Create a watchdog without starting it. `is_stopping` returns True if this rank has a reason to stop. The
+        watchdog's threads call it. `progress` is the Progress of the rank's device. None means a CPU."""
         self.rank = rank
         self.timeout = timeout_seconds
         self._pause = min(POLL_SECONDS, timeout_seconds / POLLS_IN_TIMEOUT)
@@ -194,8 +191,8 @@ class Watchdog:
 
     @contextmanager
     def guard(self, place: Place) -> Iterator[None]:
-        """Context manager for the work at `place`. In the body, this rank counts as stuck if it makes no progress for
-        longer than the timeout while no other rank is further behind. A guarded step is timed for `own_seconds`."""
+        """Context manager for the work at `place`. In the body, a lack of progress is a fault after the timeout. A
+        `beat` is progress. A guarded step is timed for `own_seconds`."""
         begun, self._last_beat = self._pass(place, 0, is_guarded=True), None
         try:
             yield
@@ -205,22 +202,22 @@ class Watchdog:
             self.idle(place)
 
     def idle(self, place: Place) -> None:
-        """Record that this rank has finished its work at `place`. A lack of progress is no fault from now on, because
-        the rank may be waiting for others."""
+        """Record that this rank has finished its work at `place`. Once the device has done this work, a lack of
+        progress is no fault, because the rank may be waiting for others."""
         self._pass(place, IDLE, is_guarded=False)
 
     def beat(self) -> None:
-        """Record that the main thread has finished one more part of the work at its current place. All ranks must
-        divide this work into parts alike, because the watchdog compares how many parts each rank has finished."""
+        """Record that this rank has done one more part of the work at its current place. All ranks must divide this
+        work into parts alike, because the watchdog compares their counts."""
         if self._place is not None:
             self._last_beat = self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 
     def own_seconds(self) -> float:
-        """Return the median seconds from a step's beginning to this rank's last gradient, over the newest TIMED_STEPS
-        steps since the last call, or 0 if there were none. The rest of a step waits for other ranks, so it says nothing
-        about one rank. On CUDA the device must have finished the steps."""
+        """Return the median seconds from a step's beginning to this rank's last gradient, over the newest steps since
+        the last call, or 0 if no step was timed. On CUDA the device must have finished the steps."""
         import statistics  # here, because --help imports this module
 
+        # The rest of a step waits for other ranks, so it says nothing about this rank.
         seconds = [last - begun for begun, last in self._step_times]
         self._step_times.clear()
         return statistics.median(seconds) if seconds else 0.0
@@ -232,6 +229,7 @@ class Watchdog:
     def start(self, store: Any, size: int, barrier: Callable[[], object]) -> None:
         """Start the threads that watch `size` ranks through `store`. `barrier` must return only after every rank has
         called it. Collective."""
+        # An all-reduce that waits for a rank cannot say for which one. Heartbeats can.
         keys = [f"heartbeat/{rank}" for rank in range(size)]
         self._send = lambda heartbeat: store.set(keys[self.rank], heartbeat.encode())
         self._send(self._heartbeat(0))

@@ -45,12 +45,11 @@ class World:
 
     @classmethod
     def join(cls, is_stopping: Callable[[], bool] = lambda: False) -> World:
-        """Join the world that the launcher's environment variables describe, and choose this process's device. Unless
-        OMP_NUM_THREADS is set, torch gets as many threads as this rank's share of the machine's cores.
+        """Choose this process's device, and join the world that the launcher's environment variables describe.
+        Collective.
 
-        `is_stopping` returns True if this rank has a reason to stop. Heartbeats send its value to the other ranks.
-        Raises UserError if a variable is wrong or there is no device for this process, and RunError or PeerError if the
-        ranks do not connect.
+        `is_stopping` returns True if this rank has a reason to stop. The watchdog's threads call it. Raises UserError
+        if a variable is wrong or this process has no device, and RunError or PeerError if the ranks do not connect.
         """
         here, timeout = read_ranking(), collective_timeout_seconds()
         device = choose_device(here.local_rank, here.local_world_size)
@@ -68,9 +67,8 @@ class World:
         return world
 
     def leave(self) -> None:
-        """Wait until every rank has called this method, and close the connections to the other ranks. This must be the
-        last thing that a process does: if the connections cannot be closed within LEAVING_SECONDS, the process ends
-        here, with exit status 0."""
+        """Wait for all ranks, and close the connections to them. Collective. This must be the last thing that a process
+        does: if closing takes too long, the process ends here, with exit status 0."""
         if self.size > 1:
             self.barrier()
             self.watchdog.stop()
@@ -109,11 +107,13 @@ class World:
         return values
 
     def exchange_once(self, sizes: Sequence[int]) -> None:
-        """All-reduce and broadcast a tensor of each of the given sizes (bytes) on the device, so that NCCL has
-        allocated its buffers for them. It allocates buffers when it first uses an algorithm, which it chooses by
-        operation and size. Collective."""
+        """All-reduce and broadcast one tensor of each of the given sizes (bytes) on the device. Collective.
+
+        On GPUs, NCCL has then allocated its buffers for these sizes.
+        """
         if self.size > 1:
             with connection_errors_as_peer_errors(), self.watchdog.guard(FIRST_EXCHANGE):
+                # NCCL allocates buffers when it first uses an algorithm, which it chooses by operation and size.
                 for size in sizes:
                     numbers = torch.zeros(size // 4, device=self.device)
                     dist.all_reduce(numbers)
@@ -121,9 +121,9 @@ class World:
                     numbers[0].item()  # waits for the device
 
     def all_reduce_seconds(self, size: int, least: float) -> float:
-        """Return the seconds, on the slowest rank, of one all-reduce of a tensor of `size` bytes on the device. The
-        result is the mean over enough all-reduces to take about `least` seconds in all, because ranks leave a barrier
-        up to a millisecond apart. Needs at least two ranks. Collective."""
+        """Return the seconds of an all-reduce of `size` bytes between the ranks' devices, on the slowest rank. About
+        as many all-reduces as fit into `least` seconds are averaged, at most 2,001. Needs at least two ranks.
+        Collective."""
         numbers = torch.zeros(size // 4, device=self.device)
 
         def seconds_of(count: int) -> float:
@@ -136,12 +136,14 @@ class World:
             return max(self.gather(time.perf_counter() - began))
 
         seconds_of(1)  # connects the ranks
+        # Several, because the ranks leave a barrier up to a millisecond apart.
         count = 1 + min(2000, int(3 * least / seconds_of(3)))
         return seconds_of(count) / count
 
     def async_max(self, *numbers: int) -> Callable[[], list[int]]:
         """Start an asynchronous all-reduce (maximum) of `numbers` on the CPU. Returns a function that waits for the
-        maxima and returns them. Every rank must pass equally many numbers and call the returned function."""
+        maxima and returns them. Every rank must pass equally many numbers and call the returned function. Collective.
+        """
         largest = torch.tensor(numbers)
         pending = None
         if self.size > 1:
@@ -169,9 +171,9 @@ class World:
         return self._on_some(work, mine=self.is_main)[0]
 
     def broadcast(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on rank 0, and return its result on every rank, with all tensors on the CPU. The result consists
-        of dicts, lists and tuples of tensors and plain values. Everything but the tensors must be small. Collective.
+        """Run `work` on rank 0, and return its result on every rank, with all tensors on the CPU. Collective.
 
+        Tensors are found in nested dicts, lists and tuples. All other parts of the result must be small and picklable.
         An error of rank 0 is raised as in `on_rank0`.
         """
         tensors: list[torch.Tensor] = []
@@ -193,16 +195,16 @@ class World:
         return replace_tensors(outline, send_or_receive)
 
     def on_each_node(self, work: Callable[[], T]) -> T:
-        """Run `work`, such as a download, on the first process of each node while the others wait. Returns on every
-        rank the result of its own node, which must be small and picklable. Collective.
+        """Run `work` on the first process of each node, and return its result on every rank of that node. Collective.
 
-        An error in `work` is raised on the ranks where it occurs, and PeerError on the other ranks.
+        The result must be small and picklable. An error in `work` is raised on the ranks where it occurs, and PeerError
+        on the other ranks.
         """
         return self._on_some(work, mine=self.local_rank == 0)[self.rank - self.local_rank]
 
     def _on_some(self, work: Callable[[], T], *, mine: bool) -> list[Any]:
-        """Run `work` on the ranks where `mine` is true, and return the results by rank, with None for the other
-        ranks."""
+        """Run `work` on the ranks where `mine` is true, and return the results by rank, with None for the other ranks.
+        Collective."""
         value, raised = None, None
         if mine:
             try:

@@ -1,7 +1,7 @@
 """Checkpoints in a mirror: finding the whole ones, and fetching the newest one.
 
-A checkpoint in a mirror is whole if its meta.json, which is sent last, can be read, and if all files that meta.json
-lists are there. Their hashes are verified when they are fetched.
+A checkpoint in a mirror is whole if its meta.json is valid and no file listed in it is missing. The hashes of these
+files are verified only by a fetch.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def step_of(name: str) -> int:
 
 
 def recency(name: str) -> tuple[int, str]:
-    """Return a key that sorts the names of checkpoints by step, then by date. A step has a second checkpoint if a
-    resumed run did more work at that step, such as an interrupted evaluation."""
+    """Return a key that sorts the names of checkpoints by step, then by date. A resumed run can have two checkpoints of
+    the same step."""
     return step_of(name), name
 
 
@@ -93,10 +93,9 @@ def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, Checkp
 
 
 def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
-    """Return name and meta.json of the newest whole checkpoint in the mirror, or None if none is newer than the local
-    one that the run would continue from. Checkpoints that the run has abandoned by going back are ignored. Raises
-    RunError if the mirror cannot be read, and UserError if another machine has set the run's latest checkpoint aside.
-    """
+    """Return name and meta.json of the newest whole checkpoint in the mirror that the run has not abandoned by going
+    back. Return None if it is not newer than the latest one here. Raises RunError if the mirror cannot be read, and
+    UserError if another machine has set the run's latest one aside."""
     files = without_left(run, retried(mirror, mirror.files))
     refuse_if_set_aside(run, mirror, files)
     found = retried(mirror, partial(newest_in_mirror, mirror, files))
@@ -104,19 +103,17 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
 
 
 def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
-    """Make the newest whole checkpoint in the mirror the latest one here, if it is newer than the local one that the
-    run would continue from. Unless it is here already, fetch it, with the run's results, metrics, summary, chart and
-    best checkpoint. Return its name, or None if no checkpoint was taken from the mirror. Checkpoints that the run has
-    abandoned by going back are ignored.
+    """Make the newest whole checkpoint in the mirror the latest one here, if it is newer than the present latest one.
+    Return its name, or None if no checkpoint was taken. The caller must hold the run's lock.
 
-    `check` is called before a checkpoint is fetched, and raises UserError if that checkpoint is not one of this run. A
-    checkpoint that is damaged in the mirror is skipped with a warning, and the next older one is tried. If the run's
-    own latest checkpoint is damaged and the mirror has no newer one, the mirror's copy replaces it, and the damaged one
-    is moved to a folder below `aside/`.
+    - In the mirror, checkpoints that are damaged, or that the run has abandoned by going back, do not count.
+    - If the present latest one is damaged, its copy in the mirror can replace it. The damaged one is moved to a folder
+      below `aside/`.
+    - Results, metrics, summary, chart and the best checkpoint are fetched, too.
+    - `check` is called with a checkpoint's meta.json before the checkpoint is fetched.
 
-    Raises RunError if the mirror cannot be read or a file cannot be moved. Raises UserError as `check` does, if another
-    machine has set the run's latest checkpoint aside, or if there is no checkpoint here and those in the mirror are
-    damaged.
+    Raises UserError as `check` does, if another machine has set the present latest one aside, or if no checkpoint is
+    here and those in the mirror are damaged. Raises RunError if the mirror cannot be read or a file cannot be moved.
     """
     there, brought, is_damaged = retried(mirror, mirror.files), None, False
     files = without_left(run, there)
@@ -147,11 +144,10 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
 
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
-    """Return a function that returns True for the name of a checkpoint that the run has abandoned on this machine by
-    going back to an earlier step. Such a checkpoint was moved to a folder below `aside/` and not fetched again, while
-    its meta.json is still among the mirror's `files`. All older checkpoints beyond the step that the run went back to
-    count as abandoned, too, even if this machine never had them."""
+    """Return a predicate on checkpoint names, True for a checkpoint that the run has abandoned by going back on this
+    machine. `files` are all files of the mirror. Even a checkpoint that was never here can count."""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
+    # The next upload renames the meta.json of abandoned checkpoints. Until then, they are found here.
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
     last = max(moved - {*here}, default="")  # the newest, because names begin with the date
     stayed = max((step for name, step in here.items() if name <= last), default=-1)
@@ -172,8 +168,8 @@ def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
 
 
 def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
-    """If the checkpoint that the run would continue from is damaged here and is among the mirror's `files`, print a
-    note and return its name. Otherwise return None."""
+    """Return the name of the checkpoint that the run would continue from, and print a note, if that checkpoint is
+    damaged here and among the mirror's `files`. Otherwise return None."""
     start = choose_start(run.checkpoints, None)
     if start is None or f"checkpoints/{start.name}/{META}" not in files:
         return None
@@ -190,8 +186,9 @@ def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
 
 def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
     """Raise UserError if, by the mirror's `files`, another machine has set the run's latest checkpoint aside. That
-    machine restarted the run, or resumed it from an earlier checkpoint, and this machine would overwrite its work."""
+    machine has restarted the run, or resumed it from an earlier checkpoint."""
     start = choose_start(run.checkpoints, None)
+    # Without this refusal, this machine would overwrite the other machine's work.
     if start and is_set_aside(files, start.name):
         raise UserError(
             f"mirror {mirror.name}: another machine has restarted this run, or continued it without {start}; move "
@@ -207,13 +204,8 @@ def is_set_aside(files: dict[str, int], name: str) -> bool:
 def _bring_checkpoint(
     run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta, damaged: str | None
 ) -> bool:
-    """Fetch a checkpoint, with all that belongs to it, if it is not here or is damaged here. Then set the links
-    `latest` and `best`. Return False if the checkpoint is damaged in the mirror. `damaged` is the name of a checkpoint
-    that is damaged here, or None. That checkpoint is moved to a folder below `aside/` when a whole copy replaces it.
-
-    The checkpoint gets its name after all other files have been fetched, so that after a kill the next process fetches
-    what is missing.
-    """
+    """Do the work of `bring` for one checkpoint. Return False if the checkpoint is damaged in the mirror. `files` are
+    all files of the mirror. `damaged` is the name of a checkpoint that is damaged here, or None."""
     best = name if meta.best_step == meta.global_step else None
     if best is None:
         best = next((each for each in names_with_meta(files) if step_of(each) == meta.best_step), None)
@@ -239,6 +231,7 @@ def _bring_checkpoint(
             fetch_metrics(run, mirror)
         if name != damaged or not run.summary.exists():
             fetch_summary_and_chart(run, mirror, files, meta)
+        # Last of all files, so that after a kill the next process fetches what is missing.
         put_in_place(draft, name)
     if best is not None and (run.checkpoints / best).is_dir():
         point(run.checkpoints, BEST, run.checkpoints / best)
@@ -259,9 +252,8 @@ def _local_name(run: RunDirectory) -> str:
 def fetch_checkpoint(
     run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta
 ) -> Path | None:
-    """Fetch all files of a checkpoint into a hidden folder beside the run's checkpoints, and return that folder. What
-    an earlier process has fetched there is kept. Return None, with a warning, if a file does not have the hash in
-    `meta`."""
+    """Fetch a checkpoint into a hidden folder in `run.checkpoints`, and return this folder. Return None, with a
+    warning, if a file does not have the hash in `meta`. An interrupted fetch is continued."""
     draft = run.checkpoints / f"{FETCHING_PREFIX}{name}"
     draft.mkdir(parents=True, exist_ok=True)
     wanted = [each for each in meta.sha256 if each != META]
@@ -320,8 +312,8 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror) -> None:
 
 
 def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, int], meta: CheckpointMeta) -> None:
-    """Fetch summary and chart from the mirror, unless its summary is damaged or describes steps after those of `meta`.
-    The summary here, unless the same one is fetched, is first moved, with the chart, to a folder below `aside/`."""
+    """Replace summary and chart with the mirror's. If the mirror's summary is damaged or describes more tokens than
+    `meta`, nothing is fetched. A summary here that is not the fetched one is moved below `aside/`, with the chart."""
     wanted = [path for path in (run.summary, run.chart) if path.name in files]
     contents = {path: retried(mirror, partial(mirror.read, path.name)) or b"" for path in wanted}
     if tokens_of_summary(contents.get(run.summary)) > meta.tokens_seen:
@@ -341,9 +333,8 @@ def tokens_of_summary(content: bytes | None) -> float:
 
 
 def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
-    """Fetch the files of results/ and compile-cache/ that the run's folder does not have. Measurements of checkpoints
-    that were set aside in the mirror are not fetched, and are moved to a folder below `aside/` if the run has them.
-    Raises RunError if the mirror cannot be read or a file cannot be moved."""
+    """Fetch the files of results/ and compile-cache/ that are not here. `files` is the result of `without_left`.
+    Measurements of checkpoints that were set aside are not fetched, and those here are moved below `aside/`."""
 
     def is_old(file: str) -> bool:
         checkpoint = CHECKPOINT_NAME.search(file)  # a measurement's file name contains this

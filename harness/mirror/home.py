@@ -60,12 +60,11 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 
 
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
-    """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. Settings and
-    results that are here are not replaced. Nor are summary, chart and metrics if the run here has a newer checkpoint
-    than the mirror, has abandoned the mirror's newest one by going back, or is being trained.
+    """Fetch a run into `runs_dir` and return its folder. `mirror.py fetch --help` says which files here are replaced.
 
-    Raises UserError if there is no such run, if the run here is another experiment or cannot be read, or, with weights,
-    if another process uses it. Raises RunError if the mirror cannot be read or a file cannot be moved.
+    With `with_weights`, checkpoints are fetched, too, and this process keeps the run's lock. Raises UserError if there
+    is no such run, or if the run here forbids the fetch (another experiment, for example). Raises RunError if the
+    mirror cannot be read or a file cannot be moved.
     """
     mirror = open_mirror(url, name, writes=False)
     run = RunDirectory(runs_dir / name)
@@ -107,9 +106,12 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
 
 
 def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: bool) -> bool:
-    """Return True if the mirror's summary and chart may replace the run's. A damaged summary may not. With a checkpoint
-    here, the mirror's summary must describe at least the tokens of the summary here and, if `with_weights`, at most
-    those of the newest checkpoint here."""
+    """Return True if the mirror's summary and chart may replace the run's.
+
+    - A damaged summary may not.
+    - With a checkpoint here, a summary of fewer tokens than the summary here may not.
+    - With a checkpoint here and `with_weights`, a summary of more tokens than the newest checkpoint may not.
+    """
     there = tokens_of_summary(retried(mirror, lambda: mirror.read(run.summary.name)))
     if there == math.inf or not (checkpoints := list_checkpoints(run.checkpoints)):
         return there < math.inf
@@ -119,9 +121,8 @@ def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: boo
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
-    """Return True if the mirror's metrics, `content`, may replace the local ones. Without a checkpoint here, they
-    always may. With one, both must agree up to the newest checkpoint, and the mirror's must not be just the beginning
-    of the local ones."""
+    """Return True if the mirror's metrics, `content`, may replace those here. If there is a checkpoint here, they must
+    begin like those here, up to the newest checkpoint, and must not be just the beginning of those here."""
     here, checkpoints = run.metrics.read_bytes() if run.metrics.exists() else b"", list_checkpoints(run.checkpoints)
     if not checkpoints:
         return True
@@ -142,10 +143,12 @@ def _files_of(mirror: Mirror) -> dict[str, int]:
 
 
 def follow_run(url: str, name: str) -> Iterator[str]:
-    """Yield a line for each finite training and validation loss of a run in a mirror: those that are there, then new
-    ones as they come. If the run goes back to an earlier step, a line says so, and the losses are yielded from the
-    beginning again. Ends when no machine trains the run any more, or its machine was silent for LEASE_SECONDS. Raises
-    UserError or RunError if there is no such run or the mirror cannot be read."""
+    """Yield a line for each finite training and validation loss of a run in a mirror, also for those that come later.
+
+    If the run goes back to an earlier step, a line says so, and all losses are yielded again. Ends when no machine
+    trains the run any more, or when its machine has been silent for LEASE_SECONDS. Raises UserError or RunError if
+    there is no such run or the mirror cannot be read.
+    """
     mirror = open_mirror(url, name, writes=False)
     _files_of(mirror)
     printed, seen, changed = b"", None, time.monotonic()
@@ -178,13 +181,12 @@ def follow_run(url: str, name: str) -> Iterator[str]:
 
 
 def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
-    """Send a run's newest and best checkpoint, and the small files that training sends, to a mirror, and return the
-    run's URL there. Checkpoints there that this run abandoned by going back are set aside. With `take_over`, the run is
-    taken from another machine that trains it.
+    """Send a run's newest and best checkpoint and its small files to a mirror. Return the run's URL there. This process
+    keeps the run's lock.
 
-    Raises UserError if the mirror refuses access, if another process or machine trains the run, if the mirror holds
-    another experiment or a newer checkpoint, or if a checkpoint here is damaged. Raises RunError if the mirror cannot
-    be read or written.
+    `take_over` takes the run from another machine that trains it. Raises UserError if the mirror refuses access, or if
+    the run must not be sent there (it is being trained, for example). Also raises UserError if a checkpoint here is
+    damaged, after all else has been sent. Raises RunError if the mirror cannot be read or written.
     """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself

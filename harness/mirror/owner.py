@@ -1,8 +1,8 @@
 """The lease on a run's folder in a mirror: `owner.json` names the machine that trains the run. That machine rewrites
-the file every REFRESH_SECONDS, so that a second machine does not train the same run by mistake.
+the file every REFRESH_SECONDS.
 
-A store without locks cannot promise more: two machines that start within the same few seconds may both find the folder
-free. Then the one whose owner.json was written first stops sending as soon as it sees the other's.
+The lease keeps two machines from training one run by mistake, but is not a lock. Two machines that start within the
+same few seconds may both take it. Then the machine whose owner.json is overwritten stops sending.
 """
 
 from __future__ import annotations
@@ -51,9 +51,13 @@ class Lease:
         self._lost: str | None = None
 
     def take(self, *, wait: bool, take_over: bool) -> None:
-        """Write owner.json and keep it fresh from now on. If another machine is the owner and was heard from in the
-        last LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at
-        once. Without either of them, raises UserError. Raises RunError if owner.json cannot be read or written."""
+        """Write owner.json and keep it fresh until `release`. Raises RunError if owner.json cannot be read or written.
+
+        If another machine is the owner and was heard from in the last LEASE_SECONDS:
+        - `take_over` takes the run at once.
+        - `wait` waits until that machine releases the run or falls silent.
+        - Without either of them, raises UserError.
+        """
         told = False
         while not take_over:
             try:
@@ -122,11 +126,10 @@ class Lease:
 
 def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, float]:
     """Return the host that owns the run in a mirror, and the seconds for which it was silent. Return None and 0 if the
-    run has no owner, or if the owner is the machine with the id `own`.
+    run has no owner, or if the owner's id is `own`. Raises the errors of the store.
 
-    If `own` is given and the store says when files were written, the silence is measured by the store's clock, which is
-    read by writing and deleting a file. Otherwise the time in owner.json is compared with this machine's clock, so the
-    seconds can be negative. Raises the errors of the store.
+    With `own`, a file is written and deleted to measure the silence by the store's clock. Without `own`, or if the
+    store has no clock, two machines' clocks are compared, and the seconds can be negative.
     """
     owner = _parse(mirror.read(OWNER))
     if owner is None or (own is not None and owner.get("id") == own):
@@ -143,9 +146,10 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
 
 
 def own_id(run: RunDirectory) -> str:
-    """Return the random id that owner.json has while this machine trains the run. It is kept in the run's folder, so
-    that a killed run that is started again does not wait for its own lease. A copy of the folder gets a new id."""
+    """Return the random id by which owner.json names this machine. Later processes get the same id, which is kept in
+    the run's folder. A copy of the folder gets a new id."""
     known = remembered(run)
+    # Kept, so that a killed run that is started again does not wait for its own lease.
     if isinstance(known.get("id"), str):
         return known["id"]
     made = secrets.token_hex(8)

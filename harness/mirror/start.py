@@ -19,8 +19,8 @@ from harness.runs.directory import RunDirectory
 
 
 def mirror_url(experiment: Experiment, options: TrainOptions) -> str | None:
-    """Return the URL of the run's mirror, from --mirror or train.json, or None if it has none. Raises UserError if the
-    mirror is the run's own folder, or if --take-over is given without a mirror."""
+    """Return the URL of the run's mirror, from --mirror or train.json, or None if the run has no mirror. Raises
+    UserError if the mirror is in the run's own folder, or if --take-over is given without a mirror."""
     url = experiment.config.mirror if options.mirror is None else options.mirror
     if url is None or url == "none":
         if options.take_over:
@@ -41,10 +41,9 @@ def refuse_own_folder(url: str, run: RunDirectory) -> None:
 
 def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) -> InMirror | None:
     """Return what training would find in the run's mirror, or None if the run has no mirror. `checkpoint` is the
-    command's CHECKPOINT; with it or --restart, training does not continue from a checkpoint in the mirror. Without
-    --plan, a file is written there as a trial and deleted.
+    command's CHECKPOINT, or None. Without --plan, a file is written to the mirror as a trial and deleted.
 
-    Raises UserError if the mirror refuses access or holds another experiment, and RunError if it cannot be read.
+    Raises UserError if the run cannot use this mirror, and RunError if the mirror cannot be read.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -62,12 +61,11 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
 def connect(
     experiment: Experiment, provenance: Provenance, options: TrainOptions, *, brings: bool
 ) -> tuple[Mirror, Lease] | None:
-    """Open the run's mirror, take the lease on it and, with `brings`, fetch a newer checkpoint. Return the mirror and
-    the lease, or None if the run has no mirror. If another machine has the lease, --wait waits for it, and --take-over
-    takes it.
+    """Open the run's mirror and take the lease on it. Return both, or None if the run has no mirror. With `brings`,
+    also call `bring`. The caller must hold the run's lock.
 
-    Raises UserError if the mirror refuses access, holds another experiment or is leased to another machine. Raises
-    RunError if the mirror cannot be read or written, or if a file cannot be moved.
+    --wait and --take-over act as in `Lease.take`. Raises the errors of `bring`, UserError if the run cannot use this
+    mirror or another machine has the lease, and RunError if the mirror cannot be read or written.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -91,9 +89,9 @@ def check_checkpoint(mirror: Mirror, experiment: Experiment, provenance: Provena
 
 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
-    """Raise UserError if the model in the mirror's model.json is not the run's, or if the mirror's train.json has
-    another value of one of FIXED_KEYS. Missing files are ignored; if one file is damaged, both are ignored. Raises
-    RunError if the mirror cannot be read."""
+    """Raise UserError if the mirror's model.json has another model, or its train.json another value of one of
+    FIXED_KEYS. A missing file is ignored. If one file is damaged, both are ignored. Raises RunError if the mirror
+    cannot be read."""
     try:
         read = [retried(mirror, partial(mirror.read, name)) or b"null" for name in ("model.json", "train.json")]
         model, train = (strict_json(content.decode("utf-8-sig")) for content in read)

@@ -1,9 +1,5 @@
-"""A run's folder in a mirror, which is a bucket, a server or another disk. fsspec reads and writes it, but HfApi
-writes into the Hub's buckets.
-
-Every file in a mirror appears whole or not at all: object stores ensure that, and on `file` and `sftp` a file gets its
-name by a rename.
-"""
+"""A run's folder in a mirror. A mirror is a bucket, a server or another disk. Every file in it appears whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -132,8 +128,8 @@ class Mirror:
             self._put(path, lambda fs, target: fs.pipe_file(target, data), len(data))
 
     def send(self, path: str, local: Path, progress: Callable[[int], None]) -> None:
-        """Write the file `local` to `path`. `progress` is called with the number of bytes sent since the previous call:
-        at hf:// once, at the end, and at file:// and sftp:// never."""
+        """Write the file `local` to `path`. `progress` is called with the number of bytes sent since the previous call.
+        At hf:// it is called once, at the end; at file:// and sftp://, never."""
         from fsspec.callbacks import Callback
 
         if self.scheme == "hf":

@@ -1,7 +1,7 @@
-"""Upload of a run's files to its mirror, in a thread that training never waits for.
+"""Upload of a run's files to its mirror, in a thread. Training waits for the thread only in `Uploads.finish`.
 
-A checkpoint's meta.json is sent last, after metrics.jsonl, to which it refers. If a newer checkpoint is saved before an
-older one's turn, the older one is sent only if it is the best.
+Of the checkpoints, only the newest and the best are sent. A checkpoint's meta.json is sent last, after metrics.jsonl,
+to which meta.json refers.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ FILES = ("model.json", "train.json", "summary.json", "training-run-chart.png")  
 
 
 class Uploads:
-    """Sender of a run's checkpoints and files to its mirror. `keep` is train.json's `keep_checkpoints` (None: keep
-    all), and `start_step` the global step of the checkpoint from which this process continues (-1: a new run).
+    """Sender of a run's files to its mirror. Without a mirror (None), the methods that training calls do nothing.
 
-    Without a mirror (None), the methods that training calls do nothing. All public methods are called on the main
-    thread, except two: any thread may call `send_now`, and during training only the uploading thread calls `push`.
+    - `keep`: train.json's `keep_checkpoints`; None keeps all
+    - `start_step`: global step of the checkpoint from which this process continues; -1 for a new run
+
+    Any thread may call `send_now`. All other public methods are for the main thread. After `start`, `push` must not be
+    called.
     """
 
     def __init__(
@@ -85,9 +87,8 @@ class Uploads:
         self._woken.set()
 
     def finish(self) -> None:
-        """Wait until everything is in the mirror and the lease is released. The wait also ends if another machine takes
-        the run, at a signal that asks to stop, or if nothing is sent for long. In these cases a warning names what is
-        missing. Raises no exception."""
+        """Wait until everything is in the mirror and the lease is released. Must be called after `start`. If the wait
+        ends early, for example at a signal, a line names what is missing. Errors of the store are not raised."""
         if self._mirror is None:
             return
         self._closing = True
@@ -124,9 +125,8 @@ class Uploads:
         return [*(path.name for path in self._unsent()), *changed]
 
     def verify(self) -> None:
-        """Add the newest and the best checkpoint to `damaged`, with a warning for each, if they are damaged or have no
-        hashes. `push` does not send such a checkpoint, because no machine could fetch it. (Training does not call this
-        method, because it has written the files itself.)"""
+        """Verify the newest and the best checkpoint here. One that is damaged or has no hashes is added to `damaged`,
+        with a warning, and is not sent by `push`."""
         for path in self._wanted():
             try:
                 verify_checkpoint(path)
@@ -135,8 +135,8 @@ class Uploads:
                 self.damaged.add(path.name)
 
     def push(self) -> None:
-        """Send everything that has changed, once, and delete incomplete and old checkpoints in the mirror. The first
-        call also sets aside the checkpoints there that the run has abandoned by going back. Raises LeaseLost if another
+        """Send what has changed. Delete checkpoints in the mirror that are incomplete or beyond `keep`. The first call
+        also sets aside the checkpoints there that the run has abandoned by going back. Raises LeaseLost if another
         machine has taken the run, and the errors of the store."""
         if self.lease is not None:
             self.lease.check()
@@ -146,6 +146,7 @@ class Uploads:
             for name in ("model.json", "train.json"):
                 self._send_small(name, self.run.path / name)
             self._is_first = False
+        # In every call, because files in the mirror can be lost or replaced after they were sent.
         self._whole = {path.name for path in self._wanted() if self._is_whole(path, there)}
         self._delete_incomplete(there)
         while todo := self._unsent():
@@ -199,9 +200,8 @@ class Uploads:
         return [path for path in self._wanted() if path.name not in self._whole | self.damaged]
 
     def _is_whole(self, path: Path, there: dict[str, int]) -> bool:
-        """Return True if the mirror has a checkpoint as it is in the run's folder: every file with its size, and an
-        identical meta.json, which has the hashes. The files are checked in every pass, because they can be lost or
-        replaced after they were sent."""
+        """Return True if the mirror, which has the files `there`, has a checkpoint as it is in the run's folder. The
+        files' sizes and meta.json, which has their hashes, must be equal."""
         remote = f"checkpoints/{path.name}"
         with suppress(FileNotFoundError):  # `keep_checkpoints` has deleted it meanwhile
             sizes = {f"{remote}/{file.name}": file.stat().st_size for file in files_of(path)}
@@ -281,11 +281,14 @@ class Uploads:
                     yield f"{folder.name}/{path.name}", path
 
     def _set_aside(self, there: dict[str, int]) -> None:
-        """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. A checkpoint
-        that this machine has abandoned by going back is stale if its step is after those of all checkpoints that are
-        both here and in the mirror. Any other checkpoint is stale if its step is after the one that this process
-        continues from. Unless the run's folder still has them, also move the measurements of stale checkpoints to
-        RESULTS_ASIDE and delete summary and chart. Updates `there`, the mirror's files with their sizes."""
+        """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. Move their
+        measurements, and delete summary and chart, unless these files are also here. `there`, the mirror's files with
+        their sizes, is updated.
+
+        - A checkpoint that this machine has abandoned by going back is stale if its step is after those of all
+          checkpoints that are both here and in the mirror.
+        - Any other checkpoint is stale if its step is after `start_step`.
+        """
         stale, is_left_here = set[str](), left_by_going_back(self.run, there)
         # Another machine may have continued from one that was left here, up to a checkpoint that was fetched since.
         here = list_checkpoints(self.run.checkpoints)
@@ -321,8 +324,8 @@ class Uploads:
                     self.mirror.delete(f"checkpoints/{name}")
 
     def _prune(self, there: dict[str, int]) -> None:
-        """Once the newest and the best checkpoint are sent or damaged here, delete all others but the newest `keep`
-        (None: all). Those set aside stay."""
+        """Once the newest and the best checkpoint are sent or damaged here, delete the others in the mirror that are
+        beyond the newest `keep`. Those set aside stay."""
         wanted = {path.name for path in self._wanted()}
         if self.keep is None or self._unsent():
             return
