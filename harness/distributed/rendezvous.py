@@ -132,11 +132,12 @@ def _open_store(timeout: timedelta) -> Any:
     try:
         return next(rendezvous("env://", timeout=timeout))[0]
     except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise RunError(
-            f"MASTER_PORT {os.environ['MASTER_PORT']}: taken by another process; give another port"
-        ) from None
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if "EADDRINUSE" in str(error):
+            raise RunError(f"MASTER_PORT {port}: taken by another process; give another port") from None
+        if "timed out" in str(error):
+            raise RunError(f"rank 0 does not answer at MASTER_ADDR {address}, MASTER_PORT {port}; check both") from None
+        raise
 
 
 def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
