@@ -79,8 +79,8 @@ def _error(value: Estimate) -> list[list[float]]:
 
 
 def _along(analysis: Analysis, *, predictions: bool = False) -> np.ndarray:
-    """Return the x values of a curve over FLOPs, (CURVE_POINTS,), a little beyond the FLOPs of the points on both
-    sides. With `predictions`, the range also includes the FLOPs of the predictions."""
+    """Return CURVE_POINTS x values of a curve over FLOPs. Their range is a little wider than that of the points, and
+    with `predictions` also than that of the predictions."""
     further = [prediction.plan.flops for prediction in analysis.predictions] if predictions else []
     flops = np.log([*analysis.points.flops, *further])
     margin = 0.15 * np.ptp(flops) + 0.05

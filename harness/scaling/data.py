@@ -37,9 +37,11 @@ class Point:
 
 
 class Points:
-    """Data points of n trained models, with an array [n] for each of parameters, tokens, FLOPs and loss. `left_out` has
-    lines on models that are not included. `trained_on` has the runs' "dataset" in train.json and their context length,
-    or is None for points from a file."""
+    """Data points of n trained models. `parameters`, `tokens`, `flops`, `loss` and `epochs` are arrays [n].
+
+    `left_out` has lines about omitted models. `trained_on` has the dataset and the context length of the first run, or
+    is None for points from a file.
+    """
 
     def __init__(
         self, points: Sequence[Point], left_out: Sequence[str] = (), trained_on: tuple[object, object] | None = None
@@ -57,12 +59,13 @@ class Points:
         return len(self.points)
 
     def without_highest(self, count: int) -> Points:
-        """Return the points without the `count` highest losses, which often belong to models whose size is far from the
-        best (Besiroglu et al., arXiv:2404.10102, leave out five). Raises UserError if no points would be left."""
+        """Return the points without the `count` highest losses. Raises UserError if no points would be left."""
         if not count:
             return self
         if count >= len(self):
             raise UserError(f"--drop-highest {count:,}: there are {len(self):,} points; give a smaller number")
+        # These losses often belong to models whose size is far from the best. Besiroglu et al. (arXiv:2404.10102) leave
+        # out five.
         order = np.argsort(self.loss, kind="stable")
         dropped = abbreviated([f"{self.loss[index]:.3f}" for index in order[-count:]])
         remark = f"the {count:,} highest losses (--drop-highest): {dropped}"
@@ -89,12 +92,12 @@ class CostLaw:
 
     @classmethod
     def of(cls, points: Points) -> CostLaw:
-        """Return the rule of thumb C = 6ND if it is exact for all points, otherwise a fit to the points. In small
-        models the rule is not exact, because the shares of embeddings (which are looked up) and attention (which grows
-        with the context) change with the size."""
+        """Return the rule of thumb C = 6ND if it is exact for all points, otherwise a fit to the points."""
         ratio = points.flops / points.tokens / points.parameters
         if np.allclose(ratio, FLOPS_PER_PARAMETER, rtol=1e-6):
             return cls()
+        # In small models the rule is not exact. The shares of embeddings (which are looked up) and of attention (which
+        # grows with the context) change with the size.
         x, y = np.log(points.parameters), np.log(ratio)
         slope, intercept = np.polyfit(x, y, 1) if different(points.parameters) > 1 else (0.0, y.mean())
         error = np.abs(np.expm1(y - intercept - slope * x)).max()
@@ -118,11 +121,9 @@ class CostLaw:
 
 
 def read_points(path: Path) -> Points:
-    """Read points from a CSV file with the columns parameters, flops and loss, and optionally tokens and name.
-
-    If tokens are not given, they are flops / 6 / parameters. Lines that begin with # are comments. Lines whose loss is
-    not finite are left out. Raises UserError if the file is wrong, or if no point is left.
-    """
+    """Read points from a CSV file with the columns COLUMNS and perhaps OPTIONAL_COLUMNS. Missing tokens are flops / 6 /
+    parameters. Points whose loss is not finite are left out. Raises UserError if the file is wrong, or if no point is
+    left."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -186,11 +187,9 @@ def _point(where: str, line: int, row: dict[str, str]) -> Point:
 
 
 def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
-    """Return points with the final validation losses and the exact FLOPs of finished runs. A run that gives no point is
-    named in `left_out` with the reason.
-
-    Raises UserError if two runs differ in their validation text or training text, or if no run gives a point.
-    """
+    """Return the points of finished runs, with their final validation losses. `left_out` names each run that gives no
+    point, with the reason. Raises UserError if no run gives a point, or if points differ in validation or training
+    text."""
     points: list[Point] = []
     left_out: list[str] = []
     first_texts: dict[str, object] = {}
@@ -223,8 +222,8 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
 
 
 def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, object]]:
-    """Return the point of a finished run, and facts about its training and validation text, which must be equal for all
-    runs of a law. Raises UserError with the reason if the run gives no point."""
+    """Return the point of a finished run, and facts about its training and validation text. All runs of a law must have
+    equal facts. Raises UserError with the reason if the run gives no point."""
     dataset = summary.dataset or {}
     text = validation_text(summary.model or {}, summary.train, dataset)
     if summary.train.get("initial_weights") is not None:

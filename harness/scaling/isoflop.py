@@ -1,8 +1,6 @@
-"""IsoFLOP profiles: the best size among runs of equal compute, and its growth with compute.
-
-This is approach 2 of Hoffmann et al. (arXiv:2203.15556). In each profile, a parabola of the loss over ln N is fitted,
-where N is the number of parameters. Then straight lines on logarithmic axes are fitted to the parabolas' lowest points.
-"""
+"""IsoFLOP profiles: the best size among runs of equal compute, and its growth with compute. A parabola over ln
+parameters is fitted to the losses of each profile, and power laws to the parabolas' lowest points (approach 2 of
+Hoffmann et al., arXiv:2203.15556)."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ UNDETERMINED = 0.025  # largest fraction of a profile's bootstrap draws that may
 
 @dataclass(frozen=True)
 class Optimum:
-    """Lowest point of a profile's parabola: the best number of parameters for the profile's FLOPs, and the number of
-    tokens and the loss of a model of this size, with intervals."""
+    """Lowest point of a profile's parabola: size, tokens and loss of the best model for the profile's FLOPs."""
 
     parameters: Estimate
     tokens: Estimate
@@ -81,9 +78,8 @@ class IsoFlop:
 
 
 def group_by_compute(points: Points, *, tolerance: float, least_sizes: int) -> list[np.ndarray]:
-    """Return the indices of the points of each profile, in the order of the profiles' FLOPs. A profile is a group of
-    points whose FLOPs lie within `tolerance` (a fraction) of a common middle, with at least `least_sizes` different
-    sizes."""
+    """Return the indices of the points of each profile, by ascending FLOPs. A profile has at least `least_sizes`
+    different sizes, and FLOPs within `tolerance` (a fraction) of a common middle."""
     width = 2 * np.log1p(tolerance)
     log_flops, left, groups = np.log(points.flops), np.argsort(points.flops, kind="stable"), []
     while left.size:
@@ -122,12 +118,10 @@ def fit_isoflop(
     resamples: int = 1000,
     seed: int = 0,
 ) -> IsoFlop | Inconclusive:
-    """Return the profiles (groups of points with nearly equal FLOPs) and the power laws of their lowest points, or the
-    reason why there are no profiles.
+    """Return the profiles and the power laws of their lowest points, or the reason why there are no profiles.
 
-    The intervals come from a parametric bootstrap. Each draw adds noise to the coefficients of each profile's parabola,
-    so that they have a t distribution. Resampling the few points of a profile with replacement would give a very
-    different distribution.
+    `tolerance` and `least_sizes` are those of `group_by_compute`. Intervals come from a parametric bootstrap with
+    `resamples` draws.
     """
     groups = group_by_compute(points, tolerance=tolerance, least_sizes=least_sizes)
     if not groups:
@@ -145,6 +139,8 @@ def fit_isoflop(
         deviation = common
         if len(fit.members) >= OWN_SCATTER_POINTS:
             deviation = np.sqrt(fit.squares / generator.chisquare(fit.freedom, resamples))
+        # In each draw the coefficients get noise with a t distribution. Resampling the few points of a profile with
+        # replacement would give a very different distribution.
         noise_Bx3 = generator.standard_normal((resamples, 3)) @ fit.root.T
         minima_Bx3 = None
         if deviation is not None:
@@ -171,8 +167,7 @@ def _optimum(
     profile: Profile, sizes: np.ndarray, cost: CostLaw, minima_Bx3: np.ndarray | None
 ) -> Optimum | Inconclusive:
     """Return the lowest point of a profile with its intervals, or the reason why the point is not determined.
-    `minima_Bx3` are the lowest points in the bootstrap draws, or None if the points' scatter about the parabola is not
-    known."""
+    `minima_Bx3` are the lowest points of the bootstrap draws. None means that the points' scatter is unknown."""
     if profile.parabola[2] <= 0:
         return Inconclusive("its losses do not curve upwards, so that their parabola has no lowest point")
     value = _minima(profile, profile.parabola[None], cost)[0]
@@ -190,8 +185,8 @@ def _optimum(
 
 
 def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
-    """Return the power laws over FLOPs of the best size, its tokens and its loss. `lowest` has (FLOPs, optimum, optima
-    of the draws as returned by `_minima`) for each profile. Returns Inconclusive if there are too few profiles."""
+    """Return the power laws over FLOPs of the best size, its tokens and its loss, if there are enough profiles.
+    `lowest` has (FLOPs, optimum, `_minima` of the draws) for each profile with an optimum."""
     if len(lowest) < LEAST_PROFILES:
         return Inconclusive(f"it needs at least {LEAST_PROFILES} profiles with a best size (given: {len(lowest)})")
     inverse_2xK = np.linalg.pinv(np.vander(np.log([flops for flops, _, _ in lowest]), 2))

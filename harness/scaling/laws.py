@@ -1,7 +1,7 @@
 """The parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta: its fit, its predictions, the best split of FLOPs.
 
 N are parameters, D tokens, L the final loss in nats per token (Hoffmann et al., arXiv:2203.15556, section 3.3).
-Intervals are those of the law fitted to resamples of the points (Besiroglu et al., arXiv:2404.10102).
+Intervals come from fits to resamples of the points (Besiroglu et al., arXiv:2404.10102).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Coefficient(Estimate):
 
 @dataclass(frozen=True)
 class Law:
-    """Coefficients of one scaling law L(N, D) = E + A / N^alpha + B / D^beta, or arrays of them for several laws. A and
-    B are stored as logarithms, since they may overflow a float."""
+    """Coefficients of one law, or arrays of them for several laws. A and B are stored as logarithms, since they may
+    overflow a float."""
 
     e: np.ndarray
     log_a: np.ndarray
@@ -58,17 +58,15 @@ class Law:
             return np.asarray(self.e + by_size + np.exp(self.log_b - self.beta * np.log(tokens)))
 
     def best_size(self, flops: float, cost: CostLaw) -> np.ndarray:
-        """Return the number of parameters with the lowest loss among all splits of these FLOPs into size and tokens.
-
-        With FLOPs = c N^p D, the derivative of L with respect to ln N is zero at N^(alpha + p beta) = (alpha A / (p
-        beta B)) (FLOPs / c)^beta. For c = 6 and p = 1 this is equation 4 of Hoffmann et al. In some resamples, the loss
-        does not fall with parameters: the best size is then 0. If the loss falls with parameters, but not with tokens,
-        the best size is infinite.
-        """
+        """Return the number of parameters with the lowest loss among all splits of these FLOPs into size and tokens. If
+        alpha is not positive, the result is 0. If only beta is not positive, the result is infinite."""
+        # With FLOPs = c N^p D, the derivative of L with respect to ln N is zero at N^(alpha + p beta) = (alpha A / (p
+        # beta B)) (FLOPs / c)^beta. For c = 6 and p = 1 this is equation 4 of Hoffmann et al.
         with np.errstate(all="ignore"):  # the exponents of resamples may have any sign, and be near zero
             power = self.alpha + cost.exponent * self.beta
             log_ratio = self.log_a - self.log_b + np.log(self.alpha) - np.log(cost.exponent * self.beta)
             size = np.exp((log_ratio + self.beta * np.log(flops / cost.coefficient)) / power)
+        # In some resamples, the loss does not fall with parameters, or not with tokens.
         return np.where(self.alpha <= 0, 0.0, np.where(self.beta <= 0, np.inf, size))
 
     def coefficients(self) -> dict[str, np.ndarray]:
@@ -93,7 +91,7 @@ class LawFit:
         return {name: _coefficient(values[name], drawn[name]) for name in values}
 
     def size_exponent(self, cost: CostLaw) -> Coefficient:
-        """Return the exponent a with which the compute-optimal number of parameters is proportional to FLOPs^a."""
+        """Return the exponent a: the compute-optimal number of parameters is proportional to FLOPs^a."""
         with np.errstate(divide="ignore"):
             value, drawn = (law.beta / (law.alpha + cost.exponent * law.beta) for law in (self.law, self.resampled))
         return _coefficient(value, drawn)
@@ -151,13 +149,12 @@ def bounded(value: np.ndarray | float, drawn: np.ndarray) -> Estimate:
 
 def fit_law(points: Points, *, resamples: int = 1000, seed: int = 0) -> LawFit | Inconclusive:
     """Return the law with the least sum of Huber losses of ln L, or the reason why the points do not determine a law.
-
-    The search is over (ln a, ln b, ln E, alpha, beta), where a and b are the law's two terms at the middle of the
-    points. A and alpha are so strongly correlated that a search over them would be long.
-    """
+    `resamples` is the number of further fits, to points drawn with replacement."""
     if reason := _too_little(points):
         return Inconclusive(reason)
     log_n, log_d, log_l = np.log(points.parameters), np.log(points.tokens), np.log(points.loss)
+    # The search is over (ln a, ln b, ln E, alpha, beta), where a and b are the law's two terms at the middle of the
+    # points. A and alpha are so strongly correlated that a search over them would be long.
     data = (log_n - log_n.mean(), log_d - log_d.mean(), log_l)
 
     def law_of(x: np.ndarray) -> Law:
@@ -224,11 +221,11 @@ def _implausible(law: Law, points: Points) -> str | None:
 def _minimum(
     start: np.ndarray, weights: np.ndarray, u: np.ndarray, v: np.ndarray, y: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Search from `start` for the coefficients [5] with the least error: the weighted sum of the points' Huber losses,
-    divided by HUBER_DELTA.
+    """Search from `start` for the coefficients [5] with the least error. Returns the error and the coefficients, or
+    infinity and `start` if the search overflows.
 
-    `u` and `v` [n] are ln N and ln D minus their means, `y` [n] is ln L, and `weights` [n] are the weights of the
-    points. Returns the error and the coefficients, or infinity and `start` if the search overflows.
+    The error is the sum of the points' Huber losses times `weights` [n], divided by HUBER_DELTA. `u` and `v` [n] are
+    ln N and ln D minus their means. `y` [n] is ln L.
     """
     from scipy.optimize import minimize
 
@@ -252,14 +249,12 @@ def _minimum(
 
 
 def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
-    """Predict the loss of one more run. The interval includes the uncertainty of the law and the scatter of single runs
-    about the law.
-
-    The scatter is drawn from the residuals of the fit, with random signs, since a few residuals can be lopsided by
-    chance. The residuals are first enlarged, since those of fitted points are smaller than those of a new run.
-    """
+    """Predict the loss of one more run. `points` are those of the fit. The interval includes the uncertainty of the law
+    and the scatter of single runs about the law."""
     drawn = fit.resampled.loss(plan.parameters, plan.tokens)
     generator = np.random.default_rng(0)
+    # Residuals of fitted points are smaller than those of a new run, so they are enlarged. A few residuals can be
+    # lopsided by chance, so their signs are drawn at random.
     enlarged = fit.residuals * np.sqrt(len(points) / (len(points) - PARAMETERS))
     scatter = generator.choice(enlarged, size=len(drawn)) * generator.choice([-1, 1], size=len(drawn))
     with np.errstate(over="ignore"):

@@ -33,10 +33,10 @@ def adamw_groups(
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with torch's fused kernel, which can skip a step on the device.
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101), computed by torch's fused kernel.
 
-    A rank keeps the moments of only those shards that `partition` assigns to it, and updates only those. `set_factors`,
-    `update` and `load_named_state` must be called on every rank.
+    A rank keeps the moments of its own shards of `partition`, and updates these shards only. Every rank must call
+    `set_factors`, `update` and `load_named_state`.
     """
 
     grad_scale: Tensor | None
@@ -49,8 +49,8 @@ class AdamW(torch.optim.AdamW):
         partition: StatePartition | None = None,
         parameters: dict[str, nn.Parameter] | None = None,
     ) -> None:
-        """Create the optimizer of `parameters`, a dict by name (None: all parameters of the model, where a head tied to
-        the token embedding has only the embedding's name). Without a `partition`, every rank keeps the whole state."""
+        """Create the optimizer of `parameters`, a dict by name (None: all parameters of the model). Without a
+        `partition`, every rank keeps the whole state."""
         groups = adamw_groups(model, config, dict(model.named_parameters()) if parameters is None else parameters)
         self.parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
         self.partition = partition or StatePartition()
@@ -67,6 +67,7 @@ class AdamW(torch.optim.AdamW):
             own = [tensor for shard, tensor in self._own.items() if shard.name in group]
             full = {"peak_learning_rate": rate, "full_weight_decay": decay}
             torch_groups.append({"params": own, "lr": rate, "weight_decay": decay, **full})
+        # The fused kernel itself skips a step whose gradients are not finite, so the host need not wait to learn it.
         super().__init__(torch_groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
     def set_factors(self, rate_factor: float, decay_factor: float = 1.0) -> None:
@@ -77,15 +78,13 @@ class AdamW(torch.optim.AdamW):
             group["weight_decay"] = group["full_weight_decay"] * decay_factor
 
     def update(self, skipped: Tensor, clip_divisor: Tensor | None) -> None:
-        """Update this rank's shards with their gradients, divided by `clip_divisor` unless it is None. If `skipped` is
-        1, change neither weights nor state. Both arguments are fp32 scalars on the device.
-
-        The fused kernel reads the attributes `grad_scale` and `found_inf`, as in torch.amp.GradScaler.step.
-        """
+        """Update this rank's shards. Gradients are first divided by `clip_divisor`, unless it is None. If `skipped` is
+        1, change neither weights nor state. Both arguments are fp32 scalars on the device."""
         if self.partition.size > 1:
             for shard, tensor in self._own.items():
                 gradient = self.parameters[shard.name].grad
                 tensor.grad = None if gradient is None else shard.of(gradient)
+        # The fused kernel reads these attributes, as in torch.amp.GradScaler.step.
         self.grad_scale, self.found_inf = clip_divisor, skipped
         self.step()
         del self.grad_scale, self.found_inf
@@ -102,11 +101,11 @@ class AdamW(torch.optim.AdamW):
         }
 
     def named_state(self, world: World, into: NamedState) -> NamedState:
-        """Return the whole optimizer state by parameter name, in fp32, on rank 0. On other ranks, and before the first
-        update or `load_named_state`, return an empty dict.
+        """Copy the whole optimizer state to rank 0, into `into`, and return `into`. Before the first `update` or
+        `load_named_state`, return an empty dict.
 
-        The state is copied into `into`: on rank 0, tensors in host memory with the shapes of `state_shapes`; on other
-        ranks, an empty dict. Every parameter must have had a gradient. On a GPU, the copies may still be running when
+        On rank 0, `into` has fp32 tensors in host memory with the shapes of `state_shapes`. Other ranks pass an empty
+        dict. Every parameter must have had a gradient or a loaded state. On a GPU, the copies may still be running when
         this method returns. Collective if the state is sharded.
         """
         if not self._has_state or (self.partition.size == 1 and not world.is_main):  # not sharded: rank 0 has it all
@@ -117,7 +116,7 @@ class AdamW(torch.optim.AdamW):
 
     def load_named_state(self, saved: NamedState) -> None:
         """Load the whole state, as `named_state` returns it on rank 0. Every rank must be given the whole state. Raises
-        ValueError if it does not fit this optimizer's parameters."""
+        ValueError if the state does not fit this optimizer's parameters."""
         check_state(saved, self.state_shapes())
         for shard, tensor in self._own.items():
             # Use the same string objects as torch for the keys. For an equal string that is another object, pickle

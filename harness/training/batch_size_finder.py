@@ -57,13 +57,12 @@ COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 
 def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    """Find and print the largest microbatch that fits into the device's memory or, if given, into `memory_limit_gib`
-    GiB. Rank 0 also writes the result into the run's folder. With `write`, rank 0 then sets `microbatch_size` in
-    train.json to the largest size that training accepts, up to the size found. Collective: joins the other ranks, and
-    leaves them at the end.
+    """Find and print the largest microbatch that fits into memory on every rank. Rank 0 writes the result into the
+    run's folder. With `write`, train.json gets the size found, or the next smaller one that training accepts.
 
-    Raises RunError if not even one sequence fits. Raises UserError if the data, the settings or this machine do not
-    allow the search, or if train.json cannot be changed.
+    `memory_limit_gib` limits a GPU's memory, or on a CPU each process's. None means all available memory. Collective:
+    joins the other ranks, and leaves them at the end. Raises RunError if not even one sequence fits. Raises UserError
+    if the search is not possible here, or if train.json cannot be changed.
     """
     world, config = World.join(), experiment.config
     if write:  # before a search that may take minutes
@@ -93,9 +92,10 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
         searcher.report(found, is_all_data=found == ceiling)
 
     def refusal(size: int) -> str | None:
-        """Return the error message with which training would refuse a microbatch of `size`, or None if it would accept
-        it. A larger microbatch can need more tokens than a split has, or leave fewer steps than the warm-up has."""
+        """Return the error message with which training would refuse a microbatch of `size`, or None if training would
+        accept it."""
         try:
+            # A larger microbatch can need more tokens than a split has, or leave fewer steps than the warm-up has.
             make_plan(replace(experiment, config=config.model_copy(update={"microbatch_size": size})), world.size, meta)
         except UserError as error:
             return str(error)
@@ -154,9 +154,8 @@ class MicrobatchSearcher:
         return found
 
     def fits(self, microbatch_size: int) -> bool:
-        """Return True if optimizer steps with this microbatch run on every rank, under the memory limit, without an
-        out-of-memory error. On a CPU, return False without trying the size if SEARCH_SECONDS have passed and a smaller
-        size fits. Collective."""
+        """Return True if optimizer steps with this microbatch run on every rank within the memory limit. On a CPU after
+        SEARCH_SECONDS, return False without a try if another size fits. Collective."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if any(self.world.gather(is_late and bool(self.peaks))):
             self.remark = f"A larger microbatch may fit; the search ended after {SEARCH_SECONDS:,.0f} s"
@@ -207,19 +206,7 @@ class MicrobatchSearcher:
         return peak_of_limited_memory(self.world.device)
 
     def _train(self, microbatch_size: int) -> None:
-        """Run optimizer steps at learning rate 0. On a CPU, rank 0 also saves a checkpoint after the first step.
-        Validation is not run, because it never needs more memory than training.
-
-        On a CPU a step takes seconds or minutes. So the first step there, which creates the optimizer's state, has
-        microbatches of one sequence. With a compiled model its microbatches are full, because another size would be
-        compiled separately.
-
-        The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
-        the others waiting. In training on several ranks, gradients are in DDP's buckets, which exist during every
-        forward pass. The bare model has gradients during a forward pass only from a step's second microbatch on. So a
-        step has two microbatches here if training has several ranks or several microbatches per step. The second set of
-        buckets that DDP has while it rearranges them is not counted, because no activations exist at that time.
-        """
+        """Run optimizer steps at learning rate 0. On a CPU, rank 0 also saves a checkpoint after the first step."""
         device = self.world.device
         if self._step is None:
             self._step = self._build_step()
@@ -230,9 +217,15 @@ class MicrobatchSearcher:
         steps = [microbatch] * STEPS
         if device.type == "cpu":
             one = Microbatch(microbatch.windows[:1])
+            # A step takes seconds or minutes here. So the first one, which creates the optimizer's state, has
+            # microbatches of one sequence. A compiled model would be compiled again for that size.
             steps = [microbatch if self.compiles else one, microbatch]
+        # In training on several ranks, gradients are in DDP's buckets, which exist during every forward pass. The bare
+        # model has gradients during a forward pass only from a step's second microbatch on. The second set of buckets
+        # that DDP has while it rearranges them is not counted, because no activations exist at that time.
         meets_gradients = self.world.size > 1 or self.accumulation_steps > 1
         kept = None
+        # Validation is not run, because it never needs more memory than training.
         for number, each in enumerate(steps):
             result = step.run([each] * (2 if meets_gradients else 1), rate_factor=0.0)
             result.losses_A.tolist()  # waits for the device, which may only now report an error
@@ -258,11 +251,12 @@ class MicrobatchSearcher:
         name = choose_precision(experiment.config, world.device, self.meta)
         compiles = experiment.config.compile if self.compiles else False  # another machine may lack a compiler
         config = experiment.config.model_copy(update={"precision": name, "compile": compiles})
+        # The steps run without collectives, so an out-of-memory error on one rank cannot leave the others waiting.
         return build_training_step(experiment, config, self.alone, partition=StatePartition(world.rank, world.size))
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
-        """Return the result of `_try` from a child process, whose writable memory is limited. Returns None if the child
-        ended without a result: a library whose allocation fails may end its process without raising an error."""
+        """Return the result of `_try` from a child process, whose writable memory is limited. Also return None if the
+        child ended without a result."""
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
 
@@ -295,8 +289,8 @@ class MicrobatchSearcher:
         return found
 
     def report(self, found: int, *, is_all_data: bool) -> None:
-        """Print the size found, the measured memory and the limit, and write the result of the search into the run's
-        folder. `is_all_data` is true if the data or the global batch allow no larger microbatch. Rank 0 only."""
+        """Print the size found, the measured memory and the limit, and write them into the run's folder. `is_all_data`
+        is true if the data or the global batch allow no larger microbatch. Rank 0 only."""
         print(f"Max microbatch size was {found}")
         if self.remark:
             print(self.remark)
@@ -345,13 +339,12 @@ def largest_that_fits(
     growth: int = 2,
     fineness: float = math.inf,
 ) -> int:
-    """Return the largest size in 1 .. `ceiling` for which `fits(size)` is true, or 0 if there is none. `fits` must be
-    true up to some size and false for every larger one. The returned size may be too small, by at most 1 / `fineness`
-    of it.
+    """Return the largest size in 1 .. `ceiling` for which `fits(size)` is true, or 0 if no size fits. `fits` must be
+    true up to some size and false for every larger one.
 
-    The size grows by the factor `growth` until it does not fit. Then the search bisects. `guess` returns an estimate of
-    the result from the calls of `fits` so far, or None. Good estimates make the search shorter, and bad ones make it
-    only a little longer.
+    - `guess()` estimates the result from the calls of `fits` so far, or returns None.
+    - `growth` is the factor from size to size, as long as all fit and none is guessed.
+    - `fineness`: the result may be too small, by at most 1 / `fineness` of itself.
     """
     low, high, guesses = 0, ceiling + 1, 0  # the largest size known to fit, and the smallest known not to fit
     while high - low > max(1, low // fineness):

@@ -1,5 +1,4 @@
-"""Charts of a run during training, drawn in a separate process. In the training process, even in a thread, drawing
-would hold the interpreter's lock and keep a GPU waiting for its next kernels."""
+"""Charts of a run during training, drawn in a separate process."""
 
 from __future__ import annotations
 
@@ -12,7 +11,9 @@ from harness.common.messages import tell
 from harness.common.program import ROOT
 from harness.runs.directory import RunDirectory
 
-# Training has precedence over drawing, but at the lowest priority a busy machine would never finish the last chart.
+# In the training process, even in a thread, drawing would hold the interpreter's lock and keep a GPU waiting for its
+# next kernels. Training has precedence over drawing, but at the lowest priority a busy machine would never finish the
+# last chart.
 WORKER = ["nice", "-n", "5", sys.executable, "-m", "harness.runs.chart"]
 
 

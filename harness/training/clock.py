@@ -15,8 +15,8 @@ from harness.runs.train_config import TrainConfig
 
 @dataclass
 class Clock:
-    """Seconds and dollars that a run has spent in each phase, including those before it was resumed.
-    `price_per_hour` is today's price of the machine in dollars, or None if not known."""
+    """Seconds and dollars that a run has spent in each phase, including those before it was resumed. `price_per_hour`
+    is today's price of the machine in dollars, or None if not known."""
 
     price_per_hour: float | None = None
     _since: float = field(default_factory=time.perf_counter)
@@ -55,8 +55,8 @@ class Clock:
         return dict(self.seconds)
 
     def spent(self) -> dict[str, Any]:
-        """Return {"seconds": ..., "dollars": ...} for a checkpoint's meta.json, each by phase and up to now. Without a
-        price now or before, "dollars" is left out."""
+        """Return {"seconds": ..., "dollars": ...} for a checkpoint's meta.json, each by phase and up to now. If no
+        price was ever known, "dollars" is left out."""
         seconds, price, changes = self.now(), self.price_per_hour, self._price_changes
         if price is None and not changes:
             return {"seconds": seconds}

@@ -1,8 +1,7 @@
-"""Compiled code, kept in the run's folder, so that a later start on another machine or after a reboot compiles nothing.
+"""Files of compiled code in the run's folder, for later starts, also on another machine.
 
-Loading a file of compiled code can execute any code, and a run's folder may come from somebody else. So every file is
-signed with a secret of this user, and a file without the right signature is not loaded. A start on another machine
-loads the files only if the secret is the same there (see `_secret`).
+Loading a file can execute any code, and a run's folder may come from somebody else. So files are loaded only if they
+are signed with this user's secret. Another machine needs the same secret.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class CompileCache:
 
     @classmethod
     def of(cls, experiment: Experiment, config: TrainConfig, world: World) -> CompileCache:
-        """Return the cache of this rank. Only ranks of the first machine write their caches. On a CPU the cache is
-        always empty, because torch's artifacts do not contain what the C++ compiler makes. `config` is the experiment's
-        train.json with its precision resolved."""
+        """Return the cache of this rank. `config` is the experiment's train.json with its precision resolved. On a CPU
+        nothing is kept. Only ranks of the first machine write files."""
         folder = experiment.run.compile_cache
         if world.device.type != "cuda":
+            # torch's artifacts do not contain what the C++ compiler makes.
             return cls(folder, "cpu", 0, writes=False)
         parts = {
             "versions": [program_versions().get(name) for name in ("python", "torch", "triton", "cuda")],
@@ -71,7 +70,7 @@ class CompileCache:
 
     def load(self) -> None:
         """Give the files' contents to torch, up to the first file that is missing, damaged or not signed by this user.
-        Raises no error."""
+        Must be called before the model is compiled. Raises no error."""
         with suppress(Exception):  # whatever is wrong with a file, this run can do without it
             while self.parts < MOST_PARTS:
                 content = self.path.read_bytes()
@@ -82,8 +81,8 @@ class CompileCache:
                 self.parts += 1
 
     def save(self) -> None:
-        """Write to the next file what torch has compiled, or taken from its own cache, since the last file was written.
-        Rank 0 then removes files of old keys. Raises no error if writing fails."""
+        """Write to a further file what torch has compiled since the last file. On rank 0, also remove files of old
+        keys. If writing fails, only warn."""
         if not self.writes or self.parts == MOST_PARTS or not CacheArtifactManager.need_serialize():
             return
         artifacts = torch.compiler.save_cache_artifacts()
@@ -133,8 +132,8 @@ def _names(found: CacheInfo | None) -> set[tuple[str, str]]:
 
 
 def _secret() -> bytes:
-    """Return this user's secret: the value of the environment variable that CACHE_SECRET names, else the contents of
-    SECRET_FILE in the user's cache, which is made if it is missing."""
+    """Return this user's secret, from the environment variable that CACHE_SECRET names, else from SECRET_FILE in the
+    user's cache. Makes the file if it is missing."""
     if given := os.environ.get(CACHE_SECRET):
         return given.encode()
     path = user_cache() / SECRET_FILE

@@ -69,12 +69,9 @@ class Evaluations:
         self.benchmarks = found[0] if found else load(tasks)
 
     def validation_loss(self, step: int) -> tuple[float, dict[str, float]]:
-        """Return the mean loss (nats per token) over train.json's validation sequences after global step `step`. Also
-        return the mean loss on each dataset of a mixture, by its name; for a single dataset the dict is empty.
-
-        Raises RunStopped on every rank if a reason to stop interrupts the evaluation on any rank. The evaluation is not
-        finished first, because torchrun kills ranks 30 seconds after a signal.
-        """
+        """Return the mean loss (nats per token) over train.json's validation sequences after global step `step`, and a
+        dict of the mean losses by dataset. For a single dataset, the dict is empty. Raises RunStopped on every rank if
+        a reason to stop interrupts any rank."""
         losses = {
             name: self._loss(loader, count, Place(step, "validation"))
             for name, (loader, count) in self.validation.items()
@@ -87,6 +84,7 @@ class Evaluations:
 
     def _loss(self, loader: TokenLoader, sequences: int, place: Place) -> float:
         """Return the mean loss over the first `sequences` windows of a loader."""
+        # A request to stop interrupts the evaluation, because torchrun kills ranks 30 seconds after a signal.
         work = SharedWork(self.world, self.config.validation_ranks == "all", self.stop, place)
         size = self.config.microbatch_size
 
@@ -142,8 +140,7 @@ class EvaluationFailed(Exception):  # noqa: N818 - the run continues
 
 def evaluate_batches(work: SharedWork, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
     """Return `evaluate(batch)` for each of a benchmark's batches, in order, on every rank. The ranks share the work.
-    Collective. Raises RunStopped on every rank if a reason to stop interrupts any rank, and EvaluationFailed if another
-    rank has failed."""
+    Collective. Raises RunStopped if a reason to stop interrupts any rank, EvaluationFailed if another rank fails."""
     return work.share(len(batches), lambda indexes: [evaluate(batches[index]) for index in indexes])
 
 
@@ -151,8 +148,7 @@ def scores_over_ranks(
     benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int, work: SharedWork
 ) -> list[Score]:
     """Return the scores of benchmarks on the first `limit` examples of each task, on every rank. Collective. Raises, on
-    every rank, RunStopped if a reason to stop interrupts any rank, and EvaluationFailed if the scores cannot be
-    computed."""
+    every rank, RunStopped if a reason to stop interrupts any rank, and EvaluationFailed if an evaluation fails."""
     try:
         results = run(benchmarks, replace(scorer, each_batch=partial(evaluate_batches, work)), tokenizer, limit=limit)
     except (EvaluationFailed, RunStopped, PeerError):  # these reach every rank without another call

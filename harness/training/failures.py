@@ -14,9 +14,13 @@ from harness.model.kernels import explain_failed_attention, explain_nondetermini
 
 @contextmanager
 def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None]:
-    """Context manager that explains failures of the device. Raises RunError if it is out of memory, and UserError if an
-    attention kernel fails or `deterministic` does not allow an operation. If the connection to another rank is lost,
-    raises PeerError, or RunStopped if a signal has asked this rank to stop."""
+    """Context manager that turns failures of a device or of another rank into errors of one line:
+
+    - RunError: memory has run out, or another rank does not answer.
+    - UserError: an attention kernel has failed, or `deterministic` does not allow an operation.
+    - PeerError: another rank has failed or is gone.
+    - RunStopped, instead of PeerError: a signal has asked this rank to stop.
+    """
     try:
         with connection_errors_as_peer_errors():
             yield

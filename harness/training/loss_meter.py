@@ -27,7 +27,7 @@ class TrainMetrics:
     skipped_steps: int
     microbatches: int
     skipped_in_a_row: int  # largest number of consecutive skipped steps, including those before the last report
-    own_seconds: list[float]  # by rank: median time of its own part of a step (see Watchdog)
+    own_seconds: list[float]  # by rank: median time of the rank's own part of a step (see Watchdog)
     # With experts only. An expert's load is its number of tokens divided by the mean over the experts of its block.
     expert_load_min: float | None = None
     expert_load_max: float | None = None
@@ -73,9 +73,8 @@ class LossMeter:
         self._values.cpu()
 
     def reduce(self, world: World, own_seconds: float = 0.0) -> TrainMetrics:
-        """Wait for the device, combine the values of all ranks, and reset the meter. `own_seconds` is this rank's entry
-        of the result's `own_seconds`. Returns the same metrics on every rank, with `microbatches` 0 if all meters are
-        empty. Collective."""
+        """Return on every rank the metrics since the last report, and reset the meter. `own_seconds` is this rank's
+        entry in the result's list. With empty meters, `microbatches` is 0. Waits for the device. Collective."""
         states, seconds = zip(*world.gather((self.state(), own_seconds)), strict=True)
         columns = list(zip(*states, strict=True))
         sums, counts, minima, maxima, norms, skipped, rows, longest = columns[: len(self.EMPTY)]
@@ -110,9 +109,12 @@ class LossMeter:
         return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
     def load_state(self, ranks: list[list[float]]) -> None:
-        """Replace this meter's values by those that `state` returned on one or more ranks, combined. Each rank loads
-        its own values; if the number of ranks has changed, rank 0 alone must load those of all earlier ranks. Raises
-        ValueError if a rank does not have as many values as this meter."""
+        """Load the values of one or more ranks, as `state` returned them, in place of this meter's. Raises ValueError
+        if the values do not fit this meter.
+
+        Each rank must load its own values. If the number of ranks has changed, rank 0 alone must load those of all
+        former ranks.
+        """
         # Values from NORM on, except for the experts' tokens, are the same on all ranks, so those of rank 0 are used.
         columns, own = list(zip(*ranks, strict=True)), len(self.EMPTY)
         if len(columns) != own + self._expert_tokens.numel():

@@ -1,9 +1,5 @@
-"""Rates of a machine, measured before anything is trained on it: matrix products and copies on each device, the ranks'
-all-reduce, the disk, a download, and the training step of a run (check_machine.py).
-
-All ranks measure their devices at the same time, because they also train at the same time. A rate is the mean over a
-period of time, not the best, because a device that slows down when it is hot is slow in training.
-"""
+"""Rates of a machine, measured before anything is trained on it (check_machine.py). All ranks measure their devices at
+the same time, because they also train at the same time."""
 
 from __future__ import annotations
 
@@ -64,23 +60,25 @@ LONGEST_SECONDS = 40.0  # after which no more training steps are begun, even if 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """A rank's device and its rates. FLOP/s for `products`; bytes read and written per second for `copies`; bytes per
-    second for `from_host`, which is None on a CPU."""
+    """A rank's device and its rates."""
 
     host: str
     name: str
     free_bytes: int
     total_bytes: int
     precision: str  # of the products: the one that training chooses here for "auto"
-    products: float
-    copies: float
-    from_host: float | None
+    products: float  # FLOP/s
+    copies: float  # bytes read and written per second
+    from_host: float | None  # bytes per second; None on a CPU
 
 
 def report_machine(experiment: Experiment | None, folder: Path) -> None:
-    """Measure this machine and print its rates; `folder` is where checkpoints go. With an experiment, also measure its
-    training. Collective: joins the other ranks, and leaves them at the end. Raises RunError if a rank is slow or a
-    measurement other than the download fails, and UserError if this machine cannot train the experiment."""
+    """Measure this machine and print its rates. `folder` is where checkpoints go. With an experiment, also measure its
+    training. Collective: joins the other ranks, and leaves them at the end.
+
+    Raises RunError if a rank is slow, or if a measurement other than the download fails. Raises UserError if this
+    machine cannot hold the weights or compute what train.json demands.
+    """
     world = World.join()
 
     def show(text: str) -> None:
@@ -138,7 +136,7 @@ def measure_device(world: World) -> DeviceRates:
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
 
     def rate(work: Callable[[], object], amount: int) -> float:
-        """Call `work` repeatedly for SECONDS, and return the amount done per second; `amount` is that of one call.
+        """Return the amount of work done per second, measured for SECONDS. One call of `work` does `amount`.
         Collective."""
 
         def run(calls: int) -> int:
@@ -151,6 +149,7 @@ def measure_device(world: World) -> DeviceRates:
         run(2)  # the first call loads kernels
         world.barrier()
         count, began = 0, time.perf_counter()
+        # The mean, because a device that slows down when it is hot is slow in training.
         while (elapsed := time.perf_counter() - began) < SECONDS or not count:
             count += run(10 if is_gpu else 1)
         return amount * count / elapsed
@@ -171,9 +170,10 @@ def wait_for(device: torch.device) -> None:
 
 def measure_devices(world: World) -> tuple[list[DeviceRates], list[str]]:
     """Return the rates of every rank's device, and a text for each rate that was slow in all of ROUNDS measurements.
-    Another program may slow a rank for a moment; a bad device stays slow. Collective."""
+    Collective."""
     rates = world.gather(measure_device(world))
     slow = slow_rates(rates)
+    # Another program may slow a rank for a moment. A bad device stays slow.
     for _ in range(ROUNDS - 1):
         if slow:
             rates = world.gather(measure_device(world))
@@ -197,15 +197,16 @@ def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
 
 
 def describe_disk(folder: Path) -> str:
-    """Measure writing a file in `folder` to disk and reading it back, and return both rates as text. The file has no
-    name, so that it is gone however this process ends. Raises RunError if the disk cannot be measured."""
+    """Measure writing a file in `folder` to disk and reading it back, and return both rates as text. Raises RunError if
+    the disk cannot be measured."""
     part = os.urandom(DISK_PART_BYTES)
     remedy = " while the disk was measured; free some space there, or rent another machine"
+    # A file without a name is gone however this process ends.
     with os_errors_as(RunError, str(folder), remedy), tempfile.TemporaryFile(dir=folder) as file:
 
         def rate(work: Callable[[], int]) -> tuple[int, float]:
-            """Call `work`, which returns how many bytes it moved, until it returns 0, or DISK_BYTES or DISK_SECONDS are
-            reached. Return the bytes of all calls, and the bytes per second."""
+            """Call `work` until it returns 0, or until DISK_BYTES or DISK_SECONDS are reached. `work` returns the
+            number of bytes that it moved. Return the bytes of all calls, and the bytes per second."""
             count, began = 0, time.perf_counter()
             while count < DISK_BYTES and time.perf_counter() - began < DISK_SECONDS and (size := work()):
                 count += size
@@ -226,8 +227,7 @@ def describe_disk(folder: Path) -> str:
 
 
 def describe_download() -> str:
-    """Download from the Hub, and return the rate as text, or why it was not measured. The download runs in a thread
-    that is given up after some seconds, because looking up a name or trying all its addresses can take a minute."""
+    """Download from the Hub for some seconds, and return the rate as text, or why it was not measured."""
     from huggingface_hub import constants
 
     found = ["not measured: no answer in time"]
@@ -249,6 +249,7 @@ def describe_download() -> str:
             reason = getattr(error, "reason", None) or error
             found[0] = f"not measured: {getattr(reason, 'strerror', None) or reason}"
 
+    # In a thread that is given up, because looking up a name or trying all its addresses can take a minute.
     thread = threading.Thread(target=download, daemon=True)
     thread.start()
     thread.join(DOWNLOAD_SECONDS + ANSWER_SECONDS)
@@ -256,8 +257,8 @@ def describe_download() -> str:
 
 
 def measure_training(experiment: Experiment, world: World) -> Measured:
-    """Train a new model of the experiment on random tokens, with its batch and settings and at learning rate 0, and
-    return the speed. Rank 0 writes the speed into the run's folder, where --plan finds it. Collective."""
+    """Train a new model of the experiment on random tokens at learning rate 0, and return the speed. Rank 0 writes the
+    speed into the run's folder, for --plan. Collective."""
     config, layout = experiment.config, experiment.layout(world.size)
     precision = Precision.for_training(config.precision, world.device).name
     step_config = config.model_copy(update={"precision": precision})
@@ -303,12 +304,12 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 
 
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
-    """Return sizes in bytes, in ascending order and each once: 1 MiB, where latency counts, a bucket of DDP's, and the
-    token embedding's gradient, which has a bucket of its own if it is larger. Without an experiment, `bucket_mb` is the
-    default and the embedding GPT-2 small's."""
+    """Return the sizes in bytes to measure all-reduces with: 1 MiB, a bucket of DDP's, and the token embedding's
+    gradient if larger than a bucket. Without an experiment, the sizes are those of GPT-2 small."""
     bucket_mb = experiment.config.bucket_mb if experiment else TrainConfig.model_fields["bucket_mb"].default
     bucket = 2**20 * (bucket_mb or 25)
     vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)
+    # At 1 MiB, latency counts. A gradient larger than a bucket has a bucket of its own.
     return sorted({2**20, bucket, max(bucket, 4 * vocab_size * width)})
 
 

@@ -23,9 +23,8 @@ EPSILON = 1e-7
 
 
 def orthogonalize(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Orthogonalize each of G matrices X (MxN, M at most N, for speed): return an approximation of U·Vᵀ (GxMxN), where
-    U·S·Vᵀ is the singular value decomposition of X. The result is computed and returned in `dtype`. A matrix of zeros
-    stays zero."""
+    """Return an approximation of U·Vᵀ for each of G matrices X = U·S·Vᵀ (singular value decomposition), in `dtype`. A
+    matrix of zeros stays zero. M should be at most N, for speed."""
     a, b, c = COEFFICIENTS
     x_GxMxN = matrices_GxMxN.to(dtype)
     norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)
@@ -37,8 +36,8 @@ def orthogonalize(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
     return x_GxMxN
 
 
-# Largest number of elements in a batch of matrices, which are orthogonalized together because one small matrix at a
-# time would hardly occupy a device. With larger batches, eight ranks would have unequal shares. The batches do not
+# Largest number of elements in a batch of several matrices. A batch is orthogonalized at once, because one small matrix
+# at a time would hardly occupy a device. With larger batches, eight ranks would have unequal shares. The batches do not
 # depend on the number of ranks, so the last bits of the results do not depend on it either.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**22}
 
@@ -106,11 +105,9 @@ SCALES = {
 class Muon:
     """Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
 
-    Muon updates a matrix by its orthogonalized Nesterov momentum, with decoupled weight decay. Formulas, names and
-    order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum. A rank
-    orthogonalizes the batches of matrices that `partition` assigns to it, and keeps their momentum.
-
-    Methods without a docstring do the same as the methods of the same names in AdamW (adamw.py).
+    Names and formulas are those of torch.optim.Muon. The momentum is an average, not a sum. A rank updates only the
+    matrices that `partition` assigns to it, and keeps only their momentum. Methods without a docstring do what those of
+    AdamW do (adamw.py).
     """
 
     def __init__(
@@ -120,8 +117,8 @@ class Muon:
         dtype: torch.dtype | None = None,
         partition: StatePartition | None = None,
     ) -> None:
-        """Create the optimizer of all parameters of the model. Updates of matrices are orthogonalized in
-        `dtype` (None: in the parameters' dtype). Without a `partition`, every rank keeps the whole state."""
+        """Create the optimizer of all parameters of the model. Updates of matrices are orthogonalized in `dtype` (None:
+        in the parameters' dtype). Without a `partition`, every rank keeps the whole state."""
         self.partition, self._dtype, self._config = partition or StatePartition(), dtype, config
         self.parameters = dict(model.named_parameters())
         self._muons = {name: each for name, each in self.parameters.items() if is_muons(name, each.shape)}

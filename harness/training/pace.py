@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-SLOWER_BY = 0.1
+SLOWER_BY = 0.1  # fraction by which a rank's time must exceed the median to count as slow
 REPORTS, LEAST_STEPS = 3, 20  # reports in a row, and steps between the first and the last, before a rank is named
-LEAST_SECONDS = 0.005  # of a step; shorter times vary too much
+LEAST_SECONDS = 0.005  # smallest median at which a rank counts as slow; shorter times vary too much
 
 
 class SlowRanks:
@@ -18,10 +18,8 @@ class SlowRanks:
         self._found: dict[int, tuple[int, int, bool]] = {}
 
     def name(self, seconds: Sequence[float], step: int) -> Iterator[str]:
-        """Yield a note for each rank that was slow in at least REPORTS reports in a row, over at least LEAST_STEPS
-        steps. A rank is slow if its time exceeds a median of at least LEAST_SECONDS by more than SLOWER_BY (a
-        fraction). It is named again only after a report in which it was not slow. `seconds` are
-        `Watchdog.own_seconds`, by rank."""
+        """Yield a note for each rank that has now been slow long enough: in REPORTS reports in a row, over LEAST_STEPS
+        steps. Must be called for each report. `seconds` are `Watchdog.own_seconds`, by rank."""
         usual = statistics.median_low(seconds)  # of two ranks, the faster
         for rank, own in enumerate(seconds):
             if usual < LEAST_SECONDS or own <= usual * (1 + SLOWER_BY):

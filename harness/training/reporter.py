@@ -1,6 +1,6 @@
 """Output of a run during training: a progress bar or plain lines, metrics.jsonl, the chart, and the summary at the end.
 
-Every rank calls the same methods; only rank 0 writes anything.
+On ranks other than 0, the methods of Reporter print and write nothing.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Console:
         self._bar: Any = None
 
     def start(self) -> None:
-        """Show the bar from now on, if standard error is a terminal. Messages of the start-up, which are printed
-        directly, would break a bar shown before."""
+        """Show the bar from now on, if standard error is a terminal. Must be called after the messages of the start-up,
+        which would break the bar."""
         # On a terminal that does not report its size, tqdm would show nothing.
         if self.visible and sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno())):
             # The numbers include the time left. tqdm's other fields would push the numbers off an 80-column screen.
@@ -79,10 +79,11 @@ class Console:
             self._bar.update()
 
     def show(self, step: int, values: dict[str, str]) -> None:
-        """Show the newest numbers, e.g. {"loss": "3.720", "tps": "234,480"}. The bar leaves out those for which the
-        terminal is too narrow: tqdm would cut within a number."""
+        """Show the newest numbers, e.g. {"loss": "3.720", "tps": "234,480"}. On a narrow terminal, the bar leaves some
+        out."""
         numbers = " ".join(f"{name} {value}" for name, value in values.items())
         if self._bar is not None:
+            # If the numbers are too long, tqdm cuts within a number.
             room = (self._bar.format_dict["ncols"] or WIDTH) - len(f"100%|#| {self.total}/{self.total}, ")
             shown, dispensable = dict(values), [name for name in LEAST_IMPORTANT if name in values]
             while len(numbers) > room and dispensable:
@@ -106,7 +107,7 @@ class Console:
 
 class Reporter:
     """Prints and records the results of the training loop, and makes the meta.json of a checkpoint. Methods that write
-    a line to metrics.jsonl raise RunError if it cannot be written."""
+    a line to metrics.jsonl raise RunError if the file cannot be written."""
 
     def __init__(self, prepared: PreparedRun, world: World) -> None:
         self.prepared = prepared
@@ -125,8 +126,8 @@ class Reporter:
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
-        """Print what the run starts with: its size, devices and precision if it is new, or what has changed since the
-        checkpoint `saved` from which it continues."""
+        """Print the run's steps and tokens. For a new run, also print its size, devices and precision. With `saved`,
+        the checkpoint from which the run continues, also print what has changed since."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"
@@ -232,7 +233,7 @@ class Reporter:
             self.chart.draw()
 
     def stopped(self, reason: int, state: TrainState) -> None:
-        """Print why the run stops here and how to resume it; `reason` is that of RunStopped. Also flush metrics.jsonl
+        """Print why the run stops here and how to resume it. `reason` is that of RunStopped. Also flush metrics.jsonl
         to disk, and finish the chart. Raises RunError if flushing fails."""
         self.console.close()
         if not self.world.is_main:
@@ -329,9 +330,8 @@ def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
-    """Write and print the summary of a finished run from its last checkpoint, if summary.json is missing, or is from
-    before the user raised the budget and has fewer tokens than the checkpoint. Rank 0 only. Raises RunError if
-    summary.json cannot be written."""
+    """Write and print a finished run's summary from its last checkpoint, if summary.json is missing or has fewer tokens
+    than the checkpoint. Rank 0 only. Raises RunError if summary.json cannot be written."""
     meta, run = prepared.meta, prepared.experiment.run
     if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return
@@ -340,6 +340,7 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
             seen = read_summary(run.summary).tokens_seen
         except UserError:  # compare_runs.py names the damaged file and the remedy
             return
+        # A summary with fewer tokens is from before the user raised the budget.
         if seen is None or seen >= meta.tokens_seen:
             return
     # Use this process's values only for keys that a checkpoint of an earlier version lacks.

@@ -1,9 +1,4 @@
-"""Background or synchronous writing of checkpoints, and copies of tensors in host memory.
-
-A buffer that is kept between copies is mapped already and can be pinned. New memory would be mapped page by page while
-it is filled, and a GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, while the training
-thread waits.
-"""
+"""Background or synchronous writing of checkpoints, and copies of tensors in host memory."""
 
 from __future__ import annotations
 
@@ -32,8 +27,8 @@ class Writer:
         self._error: BaseException | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Wait for the previous task to end, then run `work`, or with `in_background` only start it. If the previous
-        task failed and its error has not been raised yet, raise it instead."""
+        """Wait for the previous task to end, then run `work`, or with `in_background` only start `work`. If the
+        previous task has failed and its error was not raised yet, raise that error instead."""
         self.wait()
         if not self._in_background:
             work()
@@ -68,24 +63,25 @@ ALIGNMENT = 64
 class HostCopies:
     """CPU copies of nested dicts of tensors, used on rank 0 only.
 
-    Each call of `copy` puts all its copies into one buffer of their total size (for AdamW three times the weights;
-    torch rounds pinned memory up to a power of two). With `keep`, the buffer is kept for later calls. Without it,
-    each call has a buffer of its own, which is freed when the copies are dropped.
+    All copies of a call of `copy` share one buffer. For a checkpoint with AdamW, it has three times the size of the
+    weights. With `keep`, the buffer stays allocated between calls. Without `keep`, it is freed with the copies.
     """
 
     def __init__(self, device: torch.device, *, keep: bool) -> None:
         self._device = device
         self._keep = keep
+        # A kept buffer is mapped already and can be pinned. New memory would be mapped page by page while it is filled.
+        # A GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, while the training thread
+        # waits.
         self._buffer: Tensor | None = None
         self._copied: Any = None  # CUDA event of the last `record`
 
     def copy(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the dicts with every tensor replaced by a contiguous CPU copy. For a tensor on the device "meta", the
-        copy is uninitialized memory that the caller fills.
+        """Return the dicts with every tensor replaced by a contiguous CPU copy. A tensor on the device "meta" becomes
+        uninitialized memory for the caller to fill.
 
-        Copies from a GPU to a pinned buffer are only enqueued: they run before all later work of the current stream,
-        such as the next step, and can be read after `record` and `wait`. With `keep`, a later call overwrites the
-        copies of an earlier one.
+        Copies from a GPU can be read after `record` and `wait`, and show the tensors as of this call. With `keep`, a
+        later call may overwrite the copies of an earlier one. Raises RunError if memory is short.
         """
         tensors: list[Tensor] = []
         replace_tensors(tree, tensors.append)
@@ -123,6 +119,7 @@ class HostCopies:
         self._buffer = buffer = None  # frees the old buffer before a new one is allocated
         if self._device.type == "cuda" and self._keep:
             try:
+                # torch rounds pinned memory up to a power of two.
                 buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
@@ -144,9 +141,8 @@ class HostCopies:
 
 
 def copy_state(step: OptimizerStep, world: World, copies: HostCopies) -> dict[str, Any]:
-    """Return on rank 0 copies of the weights and of the optimizer state by their names in checkpoints, as {"weights":
-    ..., "optimizer": ...}. Both dicts are empty on other ranks. Collective. On a GPU the copies can be read after
-    `copies.wait()`."""
+    """Return {"weights": ..., "optimizer": ...}, on rank 0 with copies by their names in checkpoints, on other ranks
+    with empty dicts. On a GPU, the copies can be read after `copies.wait()`. Collective."""
     optimizer = step.optimizer
     copied: dict[str, Any] = {"weights": {}, "optimizer": {}}
 

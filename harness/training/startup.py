@@ -1,5 +1,4 @@
-"""Checks of a run's lock, dataset, checkpoint and plan. A run that fails a check is refused before a model is
-built."""
+"""Checks of a run's lock, dataset, checkpoint and plan. A run that fails a check is refused before a model is built."""
 
 from __future__ import annotations
 
@@ -69,12 +68,13 @@ class PreparedRun(Plan):
 def prepare(
     experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions
 ) -> PreparedRun:
-    """Take the run's lock, fetch the data that is missing here, connect to the mirror, choose and verify the checkpoint
-    to resume from, and check the plan. Collective.
+    """Return the checked inputs of training. Takes the run's lock and the mirror's lease, fetches missing data and a
+    newer checkpoint in the mirror, verifies the checkpoint to resume from, and checks the plan. Collective.
 
-    `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none
-    or with --restart. The seconds and dollars that the checkpoint records are added to `clock`. Raises UserError or
-    RunError if a check fails.
+    `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run with --restart or
+    without a checkpoint. If torchrun has restarted a run that had begun, `checkpoint` and --restart have no effect.
+
+    Adds the checkpoint's seconds and dollars to `clock`. Raises UserError or RunError if a check fails.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)
@@ -152,16 +152,19 @@ def check_ceilings(experiment: Experiment, clock: Clock, meta: CheckpointMeta | 
 
 
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:
-    """Return the name of the run's precision. With "auto" before and now, a resumed run keeps its checkpoint's
-    precision, if this device supports it, so that a move to another processor does not silently change the results.
-    After a move between CPU and GPU, it is chosen anew. Raises UserError if this device does not support the precision
-    that train.json names."""
+    """Return the name of the run's precision. `meta` is that of the checkpoint to resume from, or None.
+
+    - train.json names a precision: this one. Raises UserError if this device does not support it.
+    - "auto" now and in the checkpoint, both on CPUs or both on GPUs: the checkpoint's, if this device supports it.
+    - all other cases: what `Precision.for_training` chooses for this device.
+    """
     best = Precision.for_training(config.precision, device).name
     if config.precision != "auto" or meta is None or meta.device is None or meta.train.get("precision") != "auto":
         return best
     was_on_cpu = meta.device.endswith(" CPU")
     if was_on_cpu != (device.type == "cpu"):
         return best
+    # A move to another processor must not silently change the results.
     begun = meta.precision or (Precision.resolve("auto", device).name if was_on_cpu else best)
     try:
         return Precision.resolve(begun, device).name

@@ -1,9 +1,12 @@
-"""One optimizer step on a model, which may be wrapped in DistributedDataParallel, compiled, both or neither.
+"""The optimizer step of a model. The model may be compiled, and it may be wrapped in DistributedDataParallel.
 
-To add an optimizer, write a class with AdamW's attributes and methods (adamw.py), and a branch in
-`OptimizerStep.__init__`. Add its name to the key `optimizer` in harness/runs/train_config.py, and its state to MOMENTS
-and `optimizer_state_bytes` in harness/runs/optimizer_state.py. Gradients are equal on all ranks. State is saved by
-parameter name, however it is divided among the ranks.
+To add an optimizer:
+
+- Write a class with AdamW's attributes and methods (adamw.py). Gradients are equal on all ranks. State is saved by
+  parameter name.
+- Add a branch in `OptimizerStep.__init__`.
+- Add its name to the key `optimizer` in harness/runs/train_config.py.
+- Add its state to MOMENTS and `optimizer_state_bytes` in harness/runs/optimizer_state.py.
 """
 
 from __future__ import annotations
@@ -68,10 +71,11 @@ class OptimizerStep:
     ) -> None:
         """Create the optimizer and the gradient scaler of `model`. In fp32 on CUDA, also allow TF32 in this process.
 
-        `model(inputs, targets)` must return a tensor of loss terms, or a scalar if there is only one. The sum of the
-        terms is minimized, and the first term is reported as the loss. `partition` has no effect unless train.json's
-        `shard_optimizer` is true. `report_progress` is called when a backward pass has computed all gradients, and
-        before one that may exchange them.
+        - `model(inputs, targets)` must return a tensor of loss terms. Their sum is minimized. The first one is reported
+          as the loss.
+        - `partition` is used only if train.json's `shard_optimizer` is true.
+        - `report_progress` is called before a backward pass that may exchange gradients, and when a backward pass has
+          computed this rank's gradients.
 
         Raises UserError if this device or the optimizer does not support the precision that train.json demands.
         """
@@ -104,12 +108,11 @@ class OptimizerStep:
         self._unscaler = torch.optim.SGD(self.optimizer.parameters.values()) if self.scaler.is_enabled() else None
 
     def run(self, microbatches: Sequence[Microbatch], rate_factor: float, decay_factor: float = 1.0) -> StepResult:
-        """Run one optimizer step over this rank's microbatches, with `rate_factor` times the peak learning rates and
-        `decay_factor` times the weight decays. If the gradients' norm is not finite, the weights and the optimizer's
-        state stay unchanged on all ranks.
+        """Run one optimizer step over this rank's microbatches. `rate_factor` multiplies the peak learning rates,
+        `decay_factor` the weight decays.
 
-        The norm is checked on the device, and the host does not wait. Collective if the model is wrapped in
-        DistributedDataParallel or the optimizer's state is sharded.
+        If the gradients' norm is not finite, the weights and the optimizer's state stay unchanged on all ranks.
+        Collective if the model is wrapped in DistributedDataParallel or the optimizer's state is sharded.
         """
         losses_A, expert_tokens = self.accumulate(microbatches)
         optimizer, max_norm, clip_divisor = self.optimizer, self.config.clipping_max_norm, None
@@ -117,6 +120,7 @@ class OptimizerStep:
         if self._unscaler is not None:
             self.scaler.unscale_(self._unscaler)
         norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        # Computed on the device: the host does not wait.
         skipped = (~torch.isfinite(norm)).float()
         if max_norm is not None and self.scaler.is_enabled():
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -131,10 +135,13 @@ class OptimizerStep:
         return StepResult(losses_A, norm.float(), skipped, expert_tokens)
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Run the forward and the backward pass of each microbatch. Afterwards `.grad` of each parameter holds the
-        gradient averaged over the microbatches and over all ranks, multiplied by the scaler's scale in fp16. With
-        `exchange=False` it is averaged over this rank's microbatches alone. Returns `losses_A` and `expert_tokens` of
-        StepResult. With `exchange`, collective if the model is wrapped in DistributedDataParallel."""
+        """Run the forward and the backward pass of each microbatch. Returns `losses_A` and `expert_tokens` of
+        StepResult.
+
+        Afterwards `.grad` of each parameter is the mean gradient over the microbatches of all ranks, or with
+        `exchange=False` of this rank. In fp16, gradients are multiplied by the scaler's scale. Without
+        DistributedDataParallel, call `forget_gradients` before the next call. With it, and with `exchange`, collective.
+        """
         # DDP's buckets still hold the gradients of the last step. (Without DDP, `forget_gradients` has freed them.)
         # For several microbatches, which are added up, set them to zero, because a gradient of None would be allocated
         # outside its bucket. For a single microbatch set them to None: DDP then copies the new gradient into the bucket
@@ -162,20 +169,19 @@ class OptimizerStep:
 
     def warm_up(self, microbatch: Microbatch, world: World, place: Place = FIRST_EXCHANGE) -> None:
         """Run forward and backward passes whose gradients are discarded. They compile the model, if it is to be
-        compiled, and let DDP arrange its buckets. They change the random state, so this method must be called before
-        states are restored. Collective.
+        compiled, and let DDP arrange its buckets. Collective.
 
-        In the forward pass after its first exchange, DDP arranges new buckets in the order in which gradients were
-        computed. Without this warm-up, a resumed run would add up the gradients of its first step in another order than
-        a run that never stopped. If that step had several microbatches, its gradients would also keep the old buckets
-        in memory beside the new ones and all activations.
-
-        Raises UserError on all ranks if `compile` is true in train.json and the model cannot be compiled.
+        Must be called before states are restored, because the passes change the random state. Raises UserError on all
+        ranks if `compile` is true in train.json and the model cannot be compiled.
         """
         if any(world.gather(is_compiled(self.bare_model))):
             self._compile(microbatch, world)
         # Compiling may take longer than the watchdog's timeout.
         with world.watchdog.guard(place):
+            # In the forward pass after its first exchange, DDP arranges new buckets in the order in which gradients
+            # were computed. Without this warm-up, a resumed run would add up the gradients of its first step in another
+            # order than a run that never stopped. If that step had several microbatches, its gradients would also keep
+            # the old buckets in memory beside the new ones and all activations.
             for _ in range(2 if self.is_wrapped else 1):
                 self.accumulate([microbatch])
         self.forget_gradients()
@@ -186,15 +192,14 @@ class OptimizerStep:
             torch.cuda.empty_cache()
 
     def forget_gradients(self) -> None:
-        """Free the gradients, unless the model is wrapped in DistributedDataParallel: they are views of DDP's buckets
-        then, and freeing them would free no memory."""
+        """Free the gradients. Does nothing under DistributedDataParallel, whose buckets hold the gradients' memory."""
         if not self.is_wrapped:
             self.bare_model.zero_grad(set_to_none=True)
 
     def _compile(self, microbatch: Microbatch, world: World) -> None:
-        """Compile the model by one forward and backward pass in which the ranks exchange no gradients. Either all ranks
-        run the compiled model or none. If compiling fails on any rank, and train.json's `compile` is true, raises
-        UserError on all ranks. Collective."""
+        """Compile the model by one forward and backward pass without an exchange of gradients. If compiling fails on
+        any rank, every rank runs the model uncompiled, or raises UserError if train.json's `compile` is true.
+        Collective."""
         failure = None if is_compiled(self.bare_model) else "a machine has no C compiler or no Python.h"
         try:
             self.accumulate([microbatch], exchange=False)
@@ -233,15 +238,16 @@ def build_training_step(
     partition: StatePartition | None = None,
     place: Place = FIRST_EXCHANGE,
 ) -> OptimizerStep:
-    """Return the OptimizerStep of an experiment. Its model has new weights, drawn from torch's global generator, and is
-    wrapped in DistributedDataParallel if `world` has several ranks.
+    """Return the OptimizerStep of an experiment. Its model has new weights, drawn from torch's global generator. With
+    several ranks in `world`, the model is wrapped in DistributedDataParallel.
 
-    A rank that is stuck while the ranks exchange the weights is reported at `place`. `config` is the experiment's
-    train.json, in which the precision is resolved (not "auto"). For training, its scaling rules are also applied. Some
-    settings act on the whole process: TF32, and the attention kernels that may be used. `partition` is by default that
-    over the ranks of `world`.
+    - `config` is the experiment's train.json with the precision resolved (not "auto"). For training, its scaling rules
+      must also be applied.
+    - `partition` divides the optimizer's state. None: over the ranks of `world`.
+    - `place` is reported if a rank is stuck while the ranks exchange the weights.
 
-    Collective. Raises UserError if this machine cannot compute what train.json demands.
+    TF32 and the attention kernel are set for the whole process. Collective. Raises UserError if this machine cannot
+    compute what train.json demands.
     """
     precision = Precision.for_training(config.precision, world.device)
     model = GPTModel(

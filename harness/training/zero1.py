@@ -1,8 +1,9 @@
 """Optimizer state divided among the ranks under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et al.,
-arXiv:1910.02054). Checkpoints hold the gathered state by parameter name.
+arXiv:1910.02054).
 
-Parameters and gradients are whole on every rank. Each parameter is flattened and cut into shards. Every shard has an
-owner, the only rank that keeps its optimizer state. The owner updates the shard's weights and broadcasts them.
+Parameters and gradients are whole on every rank. Each parameter is flattened and cut into shards, each owned by one
+rank. Only the owner keeps a shard's optimizer state, updates its weights and broadcasts them. Checkpoints hold the
+gathered state by parameter name.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def empty_state(shapes: StateShapes, device: str = "cpu") -> NamedState:
 
 def check_state(saved: NamedState, shapes: StateShapes) -> None:
     """Raise ValueError if the parameters, keys and shapes in `saved` are not exactly those in `shapes`, or if a tensor
-    is not fp32. Without this check, fused kernels would read beyond the end of smaller tensors."""
+    is not fp32."""
     if saved.keys() != shapes.keys():
         raise ValueError("the names of its parameters are not the model's")
     for name, wanted in shapes.items():
@@ -40,6 +41,7 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
         if state.keys() != wanted.keys():
             raise ValueError(f"{name} has {sorted(state)}, not {sorted(wanted)}")
         for key, shape in wanted.items():
+            # Fused kernels would read beyond the end of a smaller tensor.
             if state[key].shape != shape or state[key].dtype != torch.float32:
                 raise ValueError(
                     f"{key} of {name} is {state[key].dtype} {list(state[key].shape)}, not fp32 {list(shape)}"
@@ -70,10 +72,10 @@ class Shard:
 @dataclass(frozen=True)
 class StatePartition:
     """Division of an optimizer's state among `size` ranks, of which this process is number `rank`. Without sharding,
-    every rank has a partition of `size` 1.
+    `size` is 1 on every rank.
 
-    If `is_connected` is false, nothing is sent. A single process can then measure the memory that it would need as one
-    of `size` ranks (ddp_train.py -f).
+    If `is_connected` is false, nothing is sent. A single process can then measure its memory as one of `size` ranks
+    (ddp_train.py -f).
     """
 
     rank: int = 0
@@ -97,8 +99,8 @@ class StatePartition:
         return [shard for shard in shards if shard.stop > shard.start]
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """Return the rank that does each piece of work, given the `costs` of the pieces. In the order from the most to
-        the least expensive, each piece goes to the rank with the least work so far (Graham 1969)."""
+        """Return the rank that does each piece of work. From the most expensive piece on, each goes to the rank with
+        the least work so far (Graham 1969)."""
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
             owners[index] = loads.index(min(loads))
@@ -136,11 +138,12 @@ class StatePartition:
         device: torch.device,
         into: NamedState,
     ) -> None:
-        """Copy the state of all `shards` to rank 0: to the tensors in `into`, which are in host memory and have the
-        shapes in `shapes`. Other ranks pass an empty dict. `own` has the state of this rank's own shards, on `device`.
-        On a GPU, the copies may still be running when this method returns. Collective.
+        """Copy the state of all `shards` to rank 0, into the tensors of `into`. Collective.
 
-        Shards are broadcast, because for messages to one rank NCCL would need separate connections and buffers.
+        - `own` has the state of this rank's own shards, on `device`.
+        - `into` has tensors in host memory, with the shapes in `shapes`. On ranks other than 0 it is an empty dict.
+
+        On a GPU, the copies may still be running when this method returns.
         """
         for shard in shards:
             if shard.owner == 0 and self.rank != 0:
@@ -151,6 +154,7 @@ class StatePartition:
                 for start in range(0, count, MESSAGE):
                     stop = min(start + MESSAGE, count)
                     part = torch.zeros(stop - start, device=device) if numbers is None else numbers[start:stop]
+                    # Broadcast, because for messages to one rank NCCL would need separate connections and buffers.
                     if self.is_connected and shard.owner != 0:
                         dist.broadcast(part, src=shard.owner)
                     if self.rank == 0:
