@@ -32,11 +32,11 @@ SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".re
 
 
 def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> None:
-    """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers. `dtype` is
-    "fp32", "bf16" or "fp16". A model that no native class of transformers computes is written with its own code.
+    """Write a model and its tokenizer in transformers' format to `folder`, which must be new or empty. `model` was
+    loaded from `files`. `dtype` is a key of DTYPES. If transformers has no class for the model, the model's code is
+    written, too.
 
-    Raises UserError if `folder` exists and is not empty, or if the tokenizer cannot be exported, and RunError if the
-    folder cannot be written. No partial folder remains.
+    Raises UserError or RunError if the export fails. No partial folder remains then.
     """
     shape, kind = model.config, native_class(model.config) or OWN_TYPE
     tokenizer = files.tokenizer_file
@@ -58,11 +58,11 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
 
 
 def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
-    """Write `model`, which was loaded from `files`, to a new folder that both the scripts of Giles Thomas's lab
-    notebook and our own commands can load. `dtype` is "fp32", "bf16" or "fp16". Return remarks for the user.
+    """Write a model to `folder`, which must be new or empty, for the scripts of Giles Thomas's lab notebook. Our own
+    commands can load the folder, too. `model` was loaded from `files`. `dtype` is a key of DTYPES. Return remarks for
+    the user.
 
-    Raises UserError if the notebook's program cannot compute the model, if the model's tokenizer cannot be used, or if
-    `folder` exists and is not empty. Raises RunError if the folder cannot be written. No partial folder remains.
+    Raises UserError or RunError if the export fails. No partial folder remains then.
     """
     shape, tokenizer, notes = model.config, files.tokenizer_file, []
     check_for_notebook(shape, files.config_source)
@@ -90,9 +90,9 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 
 
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
-    """Write a tokenizer to `folder` in the format of transformers: tokenizer.json and tokenizer_config.json.
-    `name_or_file` is "gpt2" or a tokenizer's file. `context_length` is recorded as the greatest length of a text in
-    tokens. Raises UserError if the written tokenizer encodes a test text (SPLITTING_PROBE) differently."""
+    """Write a tokenizer to `folder` as tokenizer.json and tokenizer_config.json. `name_or_file` is "gpt2" or a
+    tokenizer's file. `context_length` is recorded as the greatest number of tokens of a text. Raises UserError if the
+    written tokenizer encodes SPLITTING_PROBE differently."""
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(TIKTOKEN_SUFFIX):
         content = json.loads(name_or_file.read_text(encoding="utf-8"))

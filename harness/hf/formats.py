@@ -70,8 +70,8 @@ TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 
 
 def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
-    """Return a dict from the tensor names of transformers' class `kind` ("gpt2", "llama" or "qwen3") to our names of
-    these tensors. A tied head is left out. Our model may lack some of the biases and norm gains in the dict."""
+    """Return a dict from the tensor names of transformers' class `kind` to our names. `kind` is "gpt2", "llama" or
+    "qwen3". A tied head is left out. Our model may lack some of the biases and norm gains."""
     names = {}
     for module, own_module in MODULES[kind].items():
         if own_module == "out_head" and shape.tie_weights:
@@ -87,9 +87,8 @@ def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
 
 
 def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
-    """Return the model's tensors under their names in transformers' class `kind`, or in DdpPretrainForCausalLM if
-    `kind` is OWN_TYPE. Some of the tensors are views. Biases that the model lacks are zeros, and norm gains that it
-    lacks are ones."""
+    """Return the model's tensors under their names in transformers' class `kind`. OWN_TYPE stands for
+    DdpPretrainForCausalLM. Some of the tensors are views. Missing biases are zeros, and missing norm gains are ones."""
     shape, ours = model.config, model.state_dict()
     if kind == OWN_TYPE:
         return {f"model.{name}": tensor for name, tensor in ours.items() if not (shape.tie_weights and name == HEAD)}
@@ -106,9 +105,8 @@ def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
 
 
 def peer_config(kind: str, shape: ModelConfig) -> dict[str, Any]:
-    """Return the contents of config.json, without the dtype and the ids of special tokens, for a model of transformers'
-    type `kind`: "gpt2", "llama", "qwen3" or OWN_TYPE. For OWN_TYPE it has the model's sizes twice: in "shape" for
-    gpt.py, and under the names that other programs expect."""
+    """Return the contents of config.json for a model of transformers' type `kind`: "gpt2", "llama", "qwen3" or
+    OWN_TYPE. The dtype and the ids of special tokens are left out."""
     rates = shape.drop_rates
     config: dict[str, Any] = {"model_type": kind}
     if kind == "gpt2":

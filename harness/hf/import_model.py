@@ -29,11 +29,10 @@ QKV_BIASES = tuple(f".att.{part}.bias" for part in PARTS)
 
 
 def import_model(source: Path, name: str | None, run: Path) -> str:
-    """Write the model in the folder `source` to a new run directory `run`. Return a line for the user about the
-    tokenizer. meta.json records `name`, the model's name on the Hub, or None for a local folder.
+    """Write the model in the folder `source` to the run directory `run`, which must be new or empty. Return a line for
+    the user about the tokenizer. meta.json records `name`: the model's name on the Hub, or None for a local folder.
 
-    Raises UserError if `source` holds no model that can be imported, or if `run` exists and is not empty. Raises
-    RunError if the run cannot be written. No partial run directory remains.
+    Raises UserError or RunError if the import fails. No partial run directory remains then.
     """
     file = source / CONFIG
     raw = read_json_object(file)
@@ -98,8 +97,8 @@ class Gpt2Config(BaseModel):
 
 
 def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Return the keys of model.json for `raw`, a GPT-2's config.json that was read from the file `source`. Raises
-    UserError if a key is missing or invalid, or if the model computes something that our models do not."""
+    """Return the keys of model.json for `raw`, a GPT-2's config.json, which was read from the file `source`. Raises
+    UserError if a key is missing or invalid, or if our models cannot compute this GPT-2."""
     theirs = parse_config(Gpt2Config, raw, source)
     others: dict[str, Any] = {"mlp": "relu2"} if theirs.activation_function == "relu2" else {}
     if theirs.n_inner not in (None, 4 * theirs.n_embd):
@@ -137,13 +136,9 @@ def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) ->
 
 
 def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Return the keys of model.json for `raw`, the config.json of a model that Giles Thomas (github.com/gpjt) has
-    published. Raises UserError if `raw` is of another type of model, or has a key that import does not support.
-
-    Thomas's models are the GPT of Raschka's book (Build a Large Language Model (From Scratch), chapter 4) in a wrapper
-    (github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/). Under "cfg", config.json holds the contents of
-    model.json. The wrapper's own code is never run.
-    """
+    """Return the keys of model.json for `raw`, the config.json of a model that Giles Thomas has published. `raw` was
+    read from the file `source`. The format is that of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/. Raises
+    UserError if the model is of another type or cannot be imported."""
     if raw.get("model_type") != NOTEBOOK_TYPE:
         kind = quoted(raw.get("model_type"))
         raise UserError(f'{source}: key "model_type": {kind}; only "gpt2" and "{NOTEBOOK_TYPE}" can be imported')
@@ -198,8 +193,8 @@ def _from_vocabulary(source: Path, path: Path) -> None:
 
 
 def fetch_model(name: str) -> Path:
-    """Return the folder with the files of the model repository `name`, in huggingface_hub's cache. Files that the cache
-    lacks are downloaded from the Hub. No code is downloaded. Raises UserError if the model cannot be fetched."""
+    """Fetch the files that an import needs from the model repository `name`, and return their folder in
+    huggingface_hub's cache. No code is fetched. Raises UserError if the model cannot be fetched."""
     if Path(name).exists():
         raise UserError(f"{name}: not a folder; give the folder that holds config.json and model.safetensors")
     import huggingface_hub

@@ -1,7 +1,7 @@
 """Wrapper of the model of gpt.py, with the interface of transformers' models.
 
-If no native class of transformers computes a model, the model is exported with a copy of this file. The copy is run by
-`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
+A copy of this file is exported with each model that transformers has no class for. `AutoModelForCausalLM` runs the copy
+if `trust_remote_code` is true.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute the logits, (B, T, V), of `input_ids`, (B, T), and the loss if `labels` are given. With `use_cache`,
-        a new cache is made if `past_key_values` is None.
+        """Compute the logits, (B, T, V), of `input_ids`, (B, T), and the loss if `labels` are given.
 
-        If `logits_to_keep` is not 0, only the logits of the last `logits_to_keep` tokens are computed. The attention
-        mask, (B, T), may hide tokens at either end of a row. With a cache, the mask may have more columns, of which
-        only the last T are used.
+        - `attention_mask`: (B, at least T), of which only the last T columns are used. It may hide tokens at either end
+          of a row.
+        - `use_cache`: make a new cache if `past_key_values` is None. A cache requires `torch.no_grad()`.
+        - `labels`: (B, T), like `input_ids`, with -100 for tokens to ignore. They require `logits_to_keep` 0.
+        - `logits_to_keep`: the number of last tokens that get logits; 0: all.
 
-        `labels`, (B, T), are like `input_ids`, with -100 for tokens to ignore, and require `logits_to_keep` 0. The loss
-        is the mean cross-entropy (nats) of the labels, each predicted from the tokens before it. Raises ValueError if a
-        row has more tokens, with those in the cache, than the context length.
+        The loss is the mean cross-entropy in nats of the labels, each predicted from the tokens before it. Raises
+        ValueError if a row, with its tokens in the cache, is longer than the context length.
         """
         if use_cache and past_key_values is None:
             past_key_values = KeyValueCache()

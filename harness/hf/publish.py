@@ -53,7 +53,7 @@ class ModelFacts:
 
     @property
     def records_training(self) -> bool:
-        """Return True if meta.json records that the model was trained or fine-tuned, False for an imported model."""
+        """True if meta.json records that the model was trained or fine-tuned; False for an imported model."""
         return any(key in self.files.meta for key in ("train", "global_step", "tokens_seen", "fine_tuned_from"))
 
     def number(self, key: str) -> Any:
@@ -65,13 +65,14 @@ class ModelFacts:
 
 
 def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
-    """Upload the folder `exported`, the model card and the files of the run that trained the model (settings, metrics,
-    summary, chart) as one commit to the model repository `facts.name`. Return the repository's address. The keys of
-    train.json that can hold secrets are left out.
+    """Upload the exported folder, the model card and the files of the model's run to the repository `facts.name`, in
+    one commit. Return the repository's address.
 
-    A repository that does not exist is created, as a private one unless `public` is true. Files of an earlier upload
-    that readers would take for files of this model are deleted. Raises UserError if the run's train.json or
-    summary.json is not valid, or if the upload fails.
+    - The keys of train.json that can hold secrets are left out.
+    - A new repository is private unless `public` is true. An existing one keeps its visibility.
+    - Weights, code, chart and run files of an earlier upload are replaced or deleted.
+
+    Raises UserError if the run's train.json or summary.json is not valid, or if the upload fails.
     """
     by_hand = "export the model and upload the folder by hand"
     work = HubWork(facts.name, "model", exported, "the repository's name", by_hand, verb="write to")
@@ -149,8 +150,8 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
 
 
 def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
-    """Yield for each loss its name, its value, and a description of the tokens on which it was measured. The value is
-    in nats per token unless the name says otherwise, and None if it was not recorded."""
+    """Yield each loss: its name, its value, and a description of the tokens it was measured on. The value is in nats
+    per token if the name gives no other unit; None: not recorded."""
     trained_on = validated_on = NOT_RECORDED
     if facts.files.dataset:
         keys = ("start_train_token", "start_val_token", "validation_sequences", "validation_batches", "microbatch_size")

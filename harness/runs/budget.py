@@ -1,7 +1,7 @@
 """The training budget of train.json, resolved to a number of tokens.
 
-A budget that is not given in tokens is resolved when a run starts, and recorded in every checkpoint. The record is used
-until train.json gives another budget.
+A budget in another unit is resolved when a run starts. Checkpoints record the result, which is used until train.json
+gives another budget.
 """
 
 from __future__ import annotations
@@ -38,11 +38,8 @@ class Budget(BaseModel):
 
 
 def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
-    """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of a run. `layout` is
-    the layout of the largest global batch.
-
-    Raises UserError if a batch of a ramp is not a whole number of microbatches on every rank.
-    """
+    """Return the schedule of global batches after the first `tokens_seen` tokens of a run. `layout` has the largest
+    global batch. Raises UserError if a batch of a ramp is not a whole number of microbatches on every rank."""
     if config.batch_ramp is None:
         return BatchSchedule.constant(layout)
     accumulated = [(tokens, config.accumulation_steps(layout.world_size, size)) for tokens, size in config.batch_ramp]
@@ -51,14 +48,11 @@ def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 
 
 
 def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSchedule) -> int | None:
-    """Return the number of tokens in the whole run, as whole global batches, or None if the budget is all tokens of the
-    split. `batches` must be the schedule from the start of the run. `min_train_tokens` and `tokens_per_parameter` are
-    rounded up to whole batches, `target_flops` is rounded down.
+    """Return the number of tokens of the whole run, or None if the budget is all tokens of the split. `batches` must be
+    the schedule from the start of the run.
 
-    `tokens_per_parameter` counts all parameters except the inactive experts of a mixture, because the training FLOPs of
-    N active parameters and D tokens are about 6ND.
-
-    Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global batch.
+    The number is rounded up to whole global batches; for `target_flops`, down. Raises UserError if
+    `tokens_per_parameter` or `target_flops` gives less than one global batch.
     """
     if config.train_steps is not None:
         return batches.tokens_before(config.train_steps)
@@ -87,6 +81,7 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
     if config.train_steps is not None and config.global_batch_size is not None:
         return config.train_steps * config.global_batch_size * model.context_length
     if config.tokens_per_parameter is not None:
+        # Only active parameters, because N of them and D tokens take about 6ND FLOPs of training.
         return config.tokens_per_parameter * model.active_parameters
     if config.target_flops is not None:
         return config.target_flops / model.flops_per_token
@@ -94,17 +89,16 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """Return `train`, a recorded train.json, with `min_train_tokens` in place of its budget. The number of tokens is
-    that of `recorded`, the record of this budget. Budgets of equal length are then equal. If `recorded` is None, return
-    `train` unchanged."""
+    """Return `train`, a recorded train.json, with `min_train_tokens` in place of its budget, so that budgets can be
+    compared. `recorded` is the record of the budget; None: `train` is returned unchanged."""
     if recorded is None:
         return train
     return {**train, recorded.key: None, "min_train_tokens": recorded.tokens}
 
 
 def wanted_tokens(train: Mapping[str, Any], recorded: Budget | None) -> int | None:
-    """Return the number of tokens of a whole run: that of the `recorded` budget if `train` still has this budget, else
-    `train`'s `min_train_tokens`. Returns None if the number is not known."""
+    """Return the number of tokens of a whole run; None: not known. If `train` still has the `recorded` budget, the
+    number is that budget's, else it is `train`'s `min_train_tokens`."""
     if recorded is not None and train.get(recorded.key) == recorded.value:
         return recorded.tokens
     tokens = train.get("min_train_tokens")

@@ -1,7 +1,6 @@
 """The chart of one run, drawn from its metrics.jsonl.
 
-The command `python -m harness.runs.chart METRICS PICTURE TITLE` draws it. Training runs this command, so that drawing
-does not delay training.
+harness/training/chart_process.py runs this file as `python -m harness.runs.chart METRICS PICTURE TITLE`.
 """
 
 from __future__ import annotations

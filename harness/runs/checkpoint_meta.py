@@ -109,17 +109,16 @@ class TrainState(Progress):
         self.skipped_steps += skipped_steps
 
     def follow_level(self, *, patience: int, interval: int) -> None:
-        """Update `has_diverged` after a report has been added. `patience` is a number of reports, `interval` the
-        largest number of global steps between two reports.
+        """Update `has_diverged` and the level of the loss. Call this right after each `add_report`. `patience` is a
+        number of reports, `interval` the largest number of global steps between two reports.
 
-        The level is an exponential moving average of the loss over about `patience` / 2 reports. The run has diverged
-        if the level has been more than DIVERGED_BY above its lowest value for at least `patience` times `interval`
-        global steps. A run whose last validation loss is at most DIVERGED_BY / 2 above its lowest one has not diverged.
-        Once the level has a lowest value, each loss, finite or not, is capped at that value plus twice DIVERGED_BY, so
-        that a spike is soon forgotten.
+        - Level: an exponential moving average of the loss over about `patience` / 2 reports.
+        - Diverged: the level has been more than DIVERGED_BY above its lowest value for `patience` * `interval` global
+          steps.
+        - Not diverged, whatever the level: the last validation loss is at most DIVERGED_BY / 2 above the lowest one.
 
-        Without validation there are false alarms if the text stays much harder for a long time, or if a report covers
-        only a few hundred tokens.
+        Without validation, a long stretch of much harder text, or reports of only a few hundred tokens, can give a
+        false alarm.
         """
         self.has_diverged = False  # also if an earlier process ended because of skipped steps
         validated = [each for each in (self.val_loss, self.lowest_val_loss, self.best_loss) if each is not None]
@@ -127,7 +126,7 @@ class TrainState(Progress):
         self.lowest_val_loss = lowest_val_loss
         loss, window = self.train_loss, max(1, patience // 2)
         if self.lowest_loss_level is not None:
-            highest = self.lowest_loss_level + 2 * DIVERGED_BY
+            highest = self.lowest_loss_level + 2 * DIVERGED_BY  # so that a spike is soon forgotten
             loss = min(loss, highest) if loss is not None and math.isfinite(loss) else highest
         if loss is None or not math.isfinite(loss):
             return
@@ -191,11 +190,11 @@ class ValidationText(NamedTuple):
 def validation_text(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any]
 ) -> ValidationText | None:
-    """Return the part of the validation split on which a run measures its validation loss, or None if it is not
-    recorded or the run does not validate. The arguments are the values of the keys "model", "train" and "dataset" of a
-    meta.json or summary.json.
+    """Return the part of the validation split on which a run measures its validation loss. Return None if the part is
+    not recorded or the run does not validate. The arguments are values of a meta.json or summary.json, named like their
+    keys.
 
-    The validation losses of two runs are comparable if the returned values are equal and not None.
+    Validation losses of two runs are comparable if the returned parts are equal and not None.
     """
     split = dataset.get("validation")
     digest = split.get("sha256") if isinstance(split, dict) else None
@@ -214,9 +213,8 @@ def validation_text(
 def tokens_by_source(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
 ) -> dict[str, tuple[int, int]]:
-    """Return, by name, two numbers for each dataset that a run trains on: how many of the run's first `tokens_seen`
-    tokens were from it, and how many tokens one pass over it has. The dict is empty if the numbers are not recorded.
-    The other arguments are those of `validation_text`."""
+    """Return (tokens read, tokens of one pass) of each dataset, by its name, after the run's first `tokens_seen`
+    tokens. The dict is empty if the numbers are not recorded. The other arguments are those of `validation_text`."""
     try:
         sources = dataset.get("sources") or {dataset["name"]: {"weight": 1.0, **dataset}}
         order = WindowOrder(
@@ -239,8 +237,8 @@ def tokens_by_source(
 def epochs_of(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
 ) -> dict[str, float]:
-    """Return the number of passes over each dataset, by the dataset's name. The dict is empty if the run has one
-    dataset and no key `epochs`, or if the numbers are not recorded. The arguments are those of `tokens_by_source`."""
+    """Return the number of passes over each dataset, by its name. The dict is empty if the numbers are not recorded,
+    and for a single dataset without the key `epochs`. The arguments are those of `tokens_by_source`."""
     if train.get("epochs") is None and "sources" not in dataset:
         return {}
     found = tokens_by_source(model, train, dataset, tokens_seen)
@@ -310,7 +308,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     @property
     def costs(self) -> dict[str, float]:
-        """Dollars by phase. Empty without a price."""
+        """Dollars by phase; empty if no price was ever set."""
         # Checkpoints of earlier versions record no dollars. The price is not validated, like the rest of `train`.
         price = self.train.get("price_per_hour")
         is_price = isinstance(price, int | float) and price > 0
@@ -324,14 +322,14 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     @property
     def is_from_notebook(self) -> bool:
-        """True if the notebook's program wrote the checkpoint: meta.json has none of OWN_KEYS. A checkpoint of this
-        program that has lost some of these keys is damaged, not the notebook's."""
+        """True if the notebook's program wrote the checkpoint. A checkpoint of this program that has lost some of
+        OWN_KEYS is damaged, and not the notebook's."""
         return not OWN_KEYS & self.model_fields_set
 
     def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:
-        """Return True if the checkpoint was trained on `world_size` devices named `device`, and its train.json has the
-        values of `train` in all keys that affect the time of a step. Anything that the checkpoint does not record
-        counts as the same."""
+        """Return True if the checkpoint was trained on `world_size` devices named `device`. Its train.json must also
+        agree with `train` in all keys that affect the speed. A value that the checkpoint does not record counts as
+        equal."""
         is_same_machine = self.world_size in (None, world_size) and self.device in (None, device)
         return is_same_machine and same_kernels(self.train, train, same_batch=True)
 
@@ -347,8 +345,8 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def verify_meta(path: Path) -> None:
-    """Raise UserError if the values in the meta.json of the checkpoint `path` do not match the SHA-256 that it records
-    for them. A file that lacks this SHA-256, as those of earlier versions do, passes."""
+    """Verify a checkpoint's meta.json by the SHA-256 of its values that is recorded in it. Call `read_meta` first.
+    Raises UserError if the file is damaged. A file of an earlier version, without this SHA-256, passes."""
     values = read_json_object(path / META)  # as they are in the file, including unknown keys
     if values.get("sha256", {}).get(META, own := _own_sha256(values)) != own:
         raise UserError(f"{path / META}: damaged (its values do not match the SHA-256 recorded in it)")
@@ -371,11 +369,11 @@ def _own_sha256(values: dict[str, Any]) -> str:
 def upgrade_notebook_meta(
     path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
 ) -> CheckpointMeta:
-    """Return a copy of `meta` with keys that training needs and that the notebook's program does not write. If this
-    program wrote the checkpoint, `meta` is returned unchanged.
+    """Return `meta`, the meta.json of the checkpoint `path`, with the keys that training needs and that the notebook's
+    program does not write. A meta.json of this program is returned unchanged.
 
-    The checkpoint `path` is assumed to belong to the run in whose folder it is. `provenance` is that run's origin, or
-    None if it is not known yet. `batches` is the schedule of all the run's batches.
+    - `provenance`: the origin of the run that resumes from the checkpoint; None: not known yet.
+    - `batches`: the schedule from the start of that run.
     """
     if not meta.is_from_notebook:
         return meta

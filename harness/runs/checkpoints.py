@@ -1,8 +1,7 @@
-"""Checkpoints: their contents, and finding, saving, verifying, loading and pruning them. Finding a checkpoint does not
-import torch.
+"""Checkpoints: finding, saving, verifying, loading and pruning them. Finding a checkpoint does not import torch.
 
-A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. It is written under a hidden name, flushed to disk and
-then renamed. A folder with its final name is therefore always complete.
+A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. A folder of such a name is complete, because it is
+written under a hidden name.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class NoCheckpointError(UserError):
 
 
 def find_checkpoint(folder: Path, name: str) -> Path:
-    """Return the path of the checkpoint `name` (a folder's name, `latest` or `best`) in `folder`. For a link, return
-    the path of the checkpoint it points to. Raises NoCheckpointError if there is none, and UserError if `name` is not
-    plain or leads out of `folder`."""
+    """Return the path of the checkpoint `name` in `folder`. `name` is a folder's name, `latest` or `best`. For a link,
+    the path is that of its target. Raises NoCheckpointError if the checkpoint is missing, and UserError if `name` is
+    not plain or leads out of `folder`."""
     path = folder / check_name(name, "checkpoint")
     if not path.is_dir():
         links = [link for link in (BEST, LATEST) if (folder / link).is_dir()]
@@ -59,9 +58,12 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 
 
 def choose_start(folder: Path, name: str | None) -> Path | None:
-    """Return the checkpoint to resume from: `name` or, if it is None, the target of the link `latest`, even if another
-    checkpoint is newer. If this link is lost, return the newest checkpoint. Return None if `name` is None and there is
-    no checkpoint. Raises UserError if `name` or the link's target is missing."""
+    """Return the checkpoint to resume from: `name`, or the target of the link `latest` if `name` is None. If the link
+    is lost, it counts as pointing to the newest checkpoint.
+
+    Return None if `name` is None and `folder` has neither checkpoints nor `latest`. Raises UserError if the checkpoint
+    is missing.
+    """
     latest = folder / LATEST
     if name not in (None, LATEST) or latest.is_symlink():
         return find_checkpoint(folder, LATEST if name is None else name)
@@ -100,11 +102,11 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint into `folder`, flush it to disk, and point the link `latest` to it. If
-    `checkpoint.meta.is_best` is true, point the link `best` to it, too. Return the checkpoint's path. Half-written
-    files of killed processes are removed from `folder`.
+    """Write a checkpoint into `folder`, flush it to disk, and return its path. Point the link `latest` to it and, if
+    `checkpoint.meta.is_best`, the link `best`, too. The caller must hold the run's lock, because drafts of other
+    processes are removed.
 
-    Raises RunError if the checkpoint cannot be written. Earlier checkpoints are unchanged in that case.
+    Raises RunError if the checkpoint cannot be written. Earlier checkpoints stay unchanged.
     """
     try:
         folder.mkdir(exist_ok=True)
@@ -163,8 +165,8 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_tokenizer(tokenizer: str | Path) -> None:
-    """Raise UserError if a tokenizer's file has the name of one of a checkpoint's own files, because a checkpoint also
-    holds a copy of the tokenizer's file."""
+    """Raise UserError if a tokenizer's file has the name of one of a checkpoint's own files. Each checkpoint also holds
+    a copy of the tokenizer's file."""
     if isinstance(tokenizer, Path) and tokenizer.name in (WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META):
         raise UserError(
             f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's own file; rename it, and give its "
@@ -197,12 +199,14 @@ def point(folder: Path, link: str, target: Path) -> None:
 
 
 def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> tuple[Path, CheckpointMeta] | None:
-    """Verify the checkpoint to resume from (see `choose_start`), and return its path and its meta.json, or None if
-    there is nothing to resume from. This also removes half-written files of killed processes, so only one process of
-    the run may call it. With `verify` false, only read meta.json, and change no file.
+    """Return the path and the meta.json of the checkpoint to resume from, or None. `choose_start` explains `name` and
+    None.
 
-    Raises UserError if the checkpoint is missing or damaged, if a finished run has no checkpoint left, or if `name` is
-    None and the program of the lab notebook (upstream.py) wrote the checkpoint.
+    With `verify`, the checkpoint's hashes are verified. The caller must then hold the run's lock, because drafts of
+    other processes are removed.
+
+    Raises UserError if the checkpoint is missing or found to be damaged, or if a finished run has none left. A
+    checkpoint of the lab notebook (upstream.py) is not verified, and is refused if `name` is None.
     """
     folder = run.checkpoints
     if verify:
@@ -245,9 +249,9 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare every file that a checkpoint's meta.json lists with its hash there. Raises UserError, naming the first
-    file that is missing or damaged, and OSError if a file cannot be read. Also raises UserError if the program of the
-    lab notebook (upstream.py) wrote the checkpoint, because its meta.json has no hashes."""
+    """Verify the hashes of a checkpoint's files. Raises UserError, naming the first file that is missing or damaged,
+    and OSError if a file cannot be read. A checkpoint of the lab notebook (upstream.py), which has no hashes, raises
+    UserError, too."""
     meta, verified = read_meta(path), path.resolve()
     if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
@@ -298,12 +302,11 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> None:
-    """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, point the link `latest`
-    to `start`, and the link `best` to the best checkpoint that `start` records. If there is no such checkpoint, remove
-    the link `best`.
+    """Make the checkpoint `start` the latest one, and move checkpoints of later steps out of `folder`. The link `best`
+    then points to the best checkpoint that `start` records. If that checkpoint is gone, the link is removed.
 
-    `make_aside` creates a new folder for old results and returns its path. It is called only if there are checkpoints
-    to move. Raises RunError if a checkpoint cannot be moved, and OSError if a link or folder cannot be made.
+    `make_aside` returns a folder for old results. It is called only if a checkpoint is moved. Raises RunError or
+    OSError if a checkpoint or link cannot be changed.
     """
     meta, known = read_meta(start), list_checkpoints(folder)
     later = [path for at, path in known if at > meta.global_step]

@@ -91,9 +91,8 @@ class RunDirectory:
 
     @classmethod
     def find(cls, runs_dir: Path, name: str) -> RunDirectory:
-        """Return the run `runs_dir/name`. `name` may also be the path of that folder, as tab completion in a shell
-        gives it. Only the folder must exist, not its files. Raises UserError if there is no such folder in
-        `runs_dir`."""
+        """Return the run `runs_dir/name`. `name` may also be the path of that folder. The folder's files need not
+        exist. Raises UserError if `runs_dir` has no such folder."""
         path = runs_dir / _plain_name(runs_dir, name)
         if path.is_dir():
             check_inside(path, runs_dir, "--runs-dir")
@@ -110,9 +109,9 @@ class RunDirectory:
 
     @classmethod
     def find_all(cls, runs_dir: Path, name: str, *, any_name: bool = False) -> list[RunDirectory]:
-        """Return the run `name` in a list. If `name` is a pattern like `lr-*`, return all runs whose names match,
-        sorted by name. Those that `find` would refuse are left out, with a line on standard error. With `any_name`, a
-        pattern also finds runs whose names are not valid. Raises UserError if no run is found."""
+        """Return the run `name`, or all runs whose names match the pattern `name` (`lr-*`), sorted. Matching runs that
+        `find` would refuse are left out, with a line on standard error. With `any_name`, runs with an invalid name are
+        kept. Raises UserError if no run is found."""
         if not PATTERN.search(name):
             return [cls.find(runs_dir, name)]
         folder, pattern = os.path.split(name)
@@ -140,7 +139,8 @@ class RunDirectory:
         return runs
 
     def check_outputs(self) -> None:
-        """Raise UserError if the run's metrics, summary or checkpoints cannot be written."""
+        """Raise UserError if no file can be created in the run's folder or in `checkpoints/`. Metrics and summary must
+        be regular files or missing."""
         check_writable(self.path)
         if os.path.lexists(self.checkpoints):  # it may be a file, or a link to a folder that is gone
             check_writable(self.checkpoints)
@@ -155,13 +155,9 @@ class RunDirectory:
         return folder
 
     def set_results_aside(self) -> Path | None:
-        """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return it, or None
-        if there was nothing but results of -f.
-
-        If the moves are interrupted, their order ensures that the run can still resume or start again, and that
-        `results/` never holds measurements of weights that are gone. Raises RunError if a move fails, and OSError if a
-        folder cannot be read or created.
-        """
+        """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return that folder.
+        If there are no results but those of -f, move nothing and return None. Raises RunError or OSError if a move
+        fails."""
 
         def links_last(path: Path) -> tuple[bool, int, str]:
             """Return a sort key: by global step, with the links `best` and `latest` last."""
@@ -179,7 +175,7 @@ class RunDirectory:
         folder = self.new_aside()
         if self.summary.is_file():  # first: with it and without checkpoints, training is refused
             move(self.summary, folder / self.summary.name)
-        if measurements:
+        if measurements:  # before the checkpoints: `results/` never has measurements of weights that are gone
             move(self.results, folder / self.results.name)
         if entries:  # moved one by one, because the folder may be a link to a larger disk
             (folder / self.checkpoints.name).mkdir()
@@ -190,9 +186,8 @@ class RunDirectory:
         return folder
 
     def set_measurements_aside(self, last_step: int, make_aside: Callable[[], Path]) -> None:
-        """Move the measurements of checkpoints after global step `last_step` into `results/` of the folder that
-        `make_aside` returns. `make_aside` must return the same folder each time. It is not called if there is nothing
-        to move. Raises RunError if a move fails, and OSError if a folder cannot be read or created."""
+        """Move aside the measurements of checkpoints after global step `last_step`. `make_aside` must return the same
+        folder at each call, and is called only if a file is moved. Raises RunError or OSError if a move fails."""
         for path in sorted(self.results.iterdir()) if self.results.is_dir() else []:
             checkpoint = CHECKPOINT_NAME.search(path.name)  # a measurement's file name contains this
             if checkpoint and int(checkpoint.group(1)) > last_step:

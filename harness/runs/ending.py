@@ -1,9 +1,10 @@
-"""The keys `on_end` and `notify` of train.json. `on_end` is a command that runs after training has ended and the last
-upload to the mirror is over. `notify` is a URL that gets messages about the start and the end of training.
+"""The keys `on_end` and `notify` of train.json.
 
-A separate process, the watcher, runs the command and sends the messages, so that both happen even if training is
-killed. The watcher waits on its standard input, to which its parent writes training's exit status. If the parent is
-killed, the input ends without a status.
+- `on_end`: a command that runs after training and the last upload to the mirror have ended.
+- `notify`: a URL that gets messages about the start and the end of training.
+
+A separate process, the watcher, runs the command and sends the messages, even if training is killed. On standard input
+it gets its job and, at the end, training's exit status. If the watcher's parent is killed, no status comes.
 """
 
 from __future__ import annotations
@@ -63,13 +64,14 @@ def check_on_end(run: RunDirectory, config: TrainConfig) -> None:
 
 
 def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | None) -> None:
-    """Start the watcher, a process that sends messages to train.json's `notify` and runs train.json's command `on_end`.
-    Does nothing if train.json has neither key. `mirror` is the URL of the mirror, or None. `rank0` is the pid of rank
-    0, which is the calling process or a child of it. If rank 0 does not take the run's lock, no message is sent and the
-    command does not run.
+    """Start the watcher if train.json has the key `on_end` or `notify`.
 
-    Before it exits, the calling process waits until the watcher has ended. A calling process that torchrun started does
-    not wait: the command runs only once torchrun, which may start its ranks again, has ended.
+    - `rank0`: the pid of rank 0, which is this process or its child. If rank 0 does not take the run's lock, the
+      watcher does nothing.
+    - `mirror`: the URL of the mirror, or None.
+
+    Sets `EXIT.before_end` to a function that gives the watcher this process's exit status, and waits until the watcher
+    has ended. If torchrun started this process, the function does not wait: the watcher waits for torchrun's end.
     """
     if config.on_end is None and config.notify is None:
         return
@@ -146,9 +148,9 @@ def warn(text: str) -> None:
 
 
 def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
-    """Send an event to `url` as JSON, or do nothing if there is no URL. `event` is "start", "end" or "failure". `state`
-    is "training", "finished", "stopped", "diverged" or "failed". If the event cannot be sent, print a warning without
-    the URL, which is a secret."""
+    """Send an event to `url` as JSON, or do nothing if `url` is None. `event` is "start", "end" or "failure". `state`
+    is "training", "finished", "stopped", "diverged" or "failed". If no answer confirms the event, print a warning
+    without the URL, which is a secret."""
     if url is None:
         return
     from harness.runs.metrics import read_progress  # imported late: the watcher stays small while it waits

@@ -1,5 +1,5 @@
-"""The events of a run (reports, validations, benchmarks, checkpoints and samples, each at a global step), and
-metrics.jsonl, the file that holds them."""
+"""The events of a run, and metrics.jsonl, the file that holds them. An event is a report, a validation, a benchmark, a
+checkpoint or a sample at a global step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Event(BaseModel):
 
 
 def time_and_cost(seconds: Mapping[str, float], dollars: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Return the fields `seconds` and, unless `dollars` is empty, `dollars` of an event, given those of each phase."""
+    """Return the fields `seconds` and `dollars` of an event, given those of each phase. Without a price, `dollars` is
+    left out."""
     fields = {"seconds": round(sum(seconds.values()), 3)}
     return {**fields, "dollars": round(sum(dollars.values()), 6)} if dollars else fields
 
@@ -115,12 +116,8 @@ def parse_event(line: str | bytes) -> Event | None:
 
 
 class MetricsFile:
-    """The file metrics.jsonl, with one JSON object per line.
-
-    A line that is appended survives the end of the process. `make_durable`, which is called before a checkpoint gets
-    its final name, flushes the lines to the disk. Later lines need not be flushed, because a run that resumes truncates
-    the file to the length recorded in its checkpoint.
-    """
+    """The file metrics.jsonl, with one JSON object per line. A line that is appended survives the end of the process.
+    Before a checkpoint gets its final name, `make_durable` must be called."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,15 +144,13 @@ class MetricsFile:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def rewind_to(self, meta: CheckpointMeta, make_aside: Callable[[], Path]) -> None:
-        """Truncate the file to the length that it had when the checkpoint with this meta.json was saved. Later lines
-        are first written to a file in the folder that `make_aside` returns, and flushed to the disk. Raises RunError if
-        a file cannot be written, and OSError if metrics.jsonl cannot be read.
+        """Truncate the file to its length when the checkpoint with this meta.json was saved. Later lines are moved to a
+        file in the folder that `make_aside` returns. Without later lines, `make_aside` is not called.
 
-        A planned checkpoint's own line (a CheckpointEvent) is kept, or appended if missing. This line lies beyond that
-        length, because training writes it after saving the checkpoint.
+        - A planned checkpoint's own line (a CheckpointEvent) is kept, or appended if missing.
+        - If no line ends at that length, whole lines up to the checkpoint's step are kept, with a warning.
 
-        If no line ends at that length, because the file was truncated or edited, its whole lines up to the checkpoint's
-        step are kept instead, and a warning is printed.
+        Raises RunError if a file cannot be written, and OSError if metrics.jsonl cannot be read.
         """
         content = self.path.read_bytes() if self.path.exists() else b""
         size = meta.metrics_bytes
@@ -196,7 +191,7 @@ def _is_line_of(line: bytes, meta: CheckpointMeta) -> bool:
 
 
 def _end_of_earlier_lines(content: bytes, meta: CheckpointMeta) -> int:
-    """Return the length of a metrics.jsonl up to the end of the last event from before the checkpoint, or 0 if there is
+    """Return the length of a metrics.jsonl up to the end of the last event from before the checkpoint; 0: there is
     none."""
     end = content.rfind(b"\n") + 1
     while end:
@@ -209,8 +204,8 @@ def _end_of_earlier_lines(content: bytes, meta: CheckpointMeta) -> int:
 
 
 def read_metrics(path: Path) -> list[Event]:
-    """Return the events of a metrics.jsonl. Lines that are not an event, such as a last line that a crash cut off, are
-    left out. Raises OSError if the file cannot be read."""
+    """Return the events of a metrics.jsonl. A line that is not an event is left out. Raises OSError if the file cannot
+    be read."""
     events = (parse_event(line) for line in path.read_bytes().split(b"\n"))
     return [event for event in events if event is not None]
 
@@ -236,9 +231,12 @@ def percent_done(tokens_seen: int, tokens_wanted: int) -> str:
 
 
 def describe_progress(progress: RunProgress | None, wanted: int | None, *, goes_on: bool = True) -> str:
-    """Return the progress of a run as text for a terminal. `progress` is None if the run has reported nothing. `wanted`
-    is the number of tokens of the whole run, or None if it is not known. `goes_on` is true if the run is still
-    training; only then does the text give the time left."""
+    """Return the progress of a run as text for a terminal.
+
+    - `progress`: None if the run has reported nothing.
+    - `wanted`: tokens of the whole run; None: not known.
+    - `goes_on`: give the time left, too.
+    """
     if progress is None:
         return "nothing reported yet"
     parts = [f"global step {progress.global_step:,}"]

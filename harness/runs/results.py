@@ -1,8 +1,8 @@
-"""Results in `results/` of a run's folder: measurements of the run's checkpoints, and the results of microbatch
-searches (`-f`), which no command reads. Each result is one JSON file.
+"""Results in `results/` of a run's folder, each in a JSON file: measurements of the run's checkpoints, and results of
+microbatch searches (`-f`). A repeated measurement or search replaces the earlier result. No command reads the results
+of searches.
 
-A file is named after what was measured, so that a repeated measurement replaces the earlier one. Model and text are
-identified by hashes of their content, so that a comparison does not rely on their names.
+Measured models and texts are identified by hashes of their content.
 """
 
 from __future__ import annotations

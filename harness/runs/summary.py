@@ -75,8 +75,8 @@ class RunSummary(ProgramAndSettings, Outcome):
         return [*([f"another program trained on the first {foreign:,} tokens"] if foreign > 0 else []), *self.changed]
 
     def has_shape(self, config: ModelConfig) -> bool | None:
-        """Return True if the run's model.json is equal to `config`, False if it differs or is not valid, or None if the
-        summary does not record it. Keys that an earlier version did not write count as their defaults."""
+        """Return True if the run's model.json is equal to `config`, or False if it differs or is not valid. Return None
+        if it is not recorded. Keys that an earlier version did not write count as their defaults."""
         if self.model is None:
             return None
         try:
@@ -96,9 +96,8 @@ def read_summary(path: Path) -> RunSummary:
 def summarize(
     run: str, meta: CheckpointMeta, model: ModelConfig, *, peak_memory_gib: float | None = None
 ) -> RunSummary:
-    """Return the summary of the run named `run`, which ended in the state that `meta` records. `meta` must have the
-    device and the number of ranks. `peak_memory_gib` is the largest peak of any device, in GiB, or None if it was not
-    measured."""
+    """Return the summary of the run named `run`, which ended in the state that `meta` records. `meta` must have
+    `device` and `world_size`. `peak_memory_gib` is the largest peak of any device; None: not measured."""
     assert meta.device is not None
     assert meta.world_size is not None
     state = meta.state()

@@ -48,12 +48,9 @@ class Measured(BaseModel):
 
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any], *, same_batch: bool = False) -> bool:
-    """Return True if the two train.json `then` and `now` agree in KERNEL_KEYS and `batch_ramp`. With `same_batch`, they
-    must agree in BATCH_KEYS, too. Agreement means that a step with the same model and batch takes the same time on the
-    same machine. A key that is missing in `then` or `now` is not compared.
-
-    `batch_ramp` is compared, because a speed that was measured during a ramp includes smaller batches.
-    """
+    """Return True if two train.json agree in KERNEL_KEYS, which affect a step's time, and in `batch_ramp`. With
+    `same_batch`, they must agree in BATCH_KEYS, too. A key that `then` or `now` lacks is not compared."""
+    # A speed that was measured during a ramp includes that of smaller batches.
     keys = (*KERNEL_KEYS, *(BATCH_KEYS if same_batch else ("batch_ramp",)))
     return all(then[key] == now[key] for key in keys if key in then and key in now)
 

@@ -35,9 +35,8 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 
 class BatchScale(BaseModel):
-    """Value of the key `scale_with_batch`: the global batch that learning rates and weight decay were tuned with, and
-    the length of the run that weight decay was tuned with. harness/planning/rates.py has the formulas that scale
-    learning rates and weight decay to this run."""
+    """Value of the key `scale_with_batch`: sizes of the run that learning rates and weight decay were tuned with.
+    harness/planning/rates.py has the formulas that scale both to this run."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -322,9 +321,9 @@ class TrainConfig(RunFile):
         return every
 
     def ceilings(self, seconds: float, dollars: float) -> dict[str, float]:
-        """Return the seconds left until the run reaches `max_hours` and `max_dollars`, by these keys. The arguments are
-        the time that the run has taken, and what it has cost, so far. Past a limit, the seconds are negative. Keys that
-        train.json does not set are left out."""
+        """Return the seconds left until the run reaches `max_hours` and `max_dollars`, by these keys. `seconds` and
+        `dollars` are those of the run so far. Past a limit, the seconds left are negative. Keys that train.json does
+        not set are left out."""
         left = {}
         if self.max_hours is not None:
             left["max_hours"] = 3600 * self.max_hours - seconds
@@ -339,16 +338,16 @@ class TrainConfig(RunFile):
 
     @property
     def global_batches(self) -> list[int]:
-        """Sizes of the global batches, in sequences over all ranks: several sizes for a ramp, and an empty list if
-        train.json gives accumulation steps instead."""
+        """Sizes of the global batches, in sequences over all ranks; several for a ramp. The list is empty if train.json
+        gives accumulation steps instead."""
         if self.batch_ramp:
             return [size for _, size in self.batch_ramp]
         return [] if self.global_batch_size is None else [self.global_batch_size]
 
     def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
-        """Return the number of microbatches that each of `world_size` ranks runs per optimizer step. `sequences` is the
-        size of the global batch over all ranks; None means train.json's (of a ramp, the last one). Raises UserError if
-        the global batch is not a whole number of microbatches on every rank."""
+        """Return the number of microbatches of each rank per optimizer step. `sequences` is the size of the global
+        batch over all ranks; None: train.json's, or the last one of a ramp. Raises UserError if the batch is not a
+        whole number of microbatches on every rank."""
         if sequences is None:
             if not self.global_batches:
                 return self.gradient_accumulation_steps
@@ -451,8 +450,8 @@ def keys_affecting(kind: Affects) -> tuple[str, ...]:
 
 
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
-    """Read and check a train.json. Keys of the lab notebook's program are replaced by this program's keys. Raises
-    UserError if the file is missing or wrong."""
+    """Read and check a train.json. Keys of the lab notebook's program are replaced by this program's keys;
+    `translate_upstream` explains `has_experts`. Raises UserError if the file is missing or wrong."""
     raw = read_json_object(path)
     try:
         return parse_config(TrainConfig, translate_upstream(raw, has_experts=has_experts), path)

@@ -48,13 +48,14 @@ class TrainedModel:
 
     @classmethod
     def read(cls, path: Path, model_json: Path | None = None, label: str | None = None) -> TrainedModel:
-        """Read the model in the folder `path`, or the model whose weights are the file `path`. The weights are not
-        loaded, only verified, if meta.json has their hash.
+        """Read the model of `path`, which is a weights file or its folder. The weights are not loaded, but verified if
+        meta.json has their hash.
 
-        If `model_json` is None, the configuration is read from the files beside the weights, or else from the run.
-        `label` is the model's name in tables; if it is None, it is RUN:CHECKPOINT or the path of the weights. Raises
-        UserError if there are no weights or no valid configuration, or if the weights are damaged. Raises OSError if
-        the weights cannot be read.
+        - `model_json`: the configuration; None: that beside the weights, or else that of the run.
+        - `label`: the model's name in tables; None: RUN:CHECKPOINT or the path of the weights.
+
+        Raises UserError if the weights or a valid configuration are missing, or if the weights are damaged. Raises
+        OSError if the weights cannot be read.
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():
@@ -96,7 +97,7 @@ class TrainedModel:
 
     @property
     def run(self) -> RunDirectory | None:
-        """The run directory that contains the weights, in a checkpoint or directly, or None. Any folder with a
+        """The run directory that contains the weights or their checkpoint; None: there is none. Any folder with a
         model.json counts as a run directory."""
         found = _place_in_run(self.weights)
         run = RunDirectory((found.run.path if found else self.weights.parent).resolve())
@@ -104,8 +105,8 @@ class TrainedModel:
 
     @property
     def folder(self) -> Path:
-        """Folder for files that commands make with the model: the run directory if the weights are in one and the
-        configuration is from a checkpoint's meta.json, else the folder of the configuration."""
+        """Folder for files that commands make with the model. It is the run directory if the weights are in a run and
+        the configuration is from meta.json. Else it is the folder of the configuration."""
         return self.run.path if self.run and self.config_source.name == META else self.config_source.parent
 
     @property
@@ -127,9 +128,8 @@ class TrainedModel:
 
     @property
     def dataset(self) -> str | None:
-        """Name of the dataset that the model was trained on (of a mixture: the names, joined by " + "), or None if it
-        is not known. It is read from the meta.json beside the weights, or else from the run's train.json. Raises
-        UserError if the train.json is not valid."""
+        """Name of the dataset that the model was trained on; None: not known. The names of a mixture's datasets are
+        joined by " + ". Raises UserError if meta.json lacks the name and the run's train.json is not valid."""
         dataset = self.meta.get("dataset")
         if isinstance(dataset, dict) and "name" in dataset:
             return str(dataset["name"])
@@ -159,13 +159,14 @@ def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
 
 
 def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
-    """Return the models that a command line names, each by RUN[:CHECKPOINT], by MODEL_JSON WEIGHTS, by its folder, or
-    by its weights file.
+    """Return the models that a command line names. Each is RUN[:CHECKPOINT], MODEL_JSON WEIGHTS, a folder, or a weights
+    file.
 
-    RUN may be a pattern like `lr-*`, or a run's path. Without a checkpoint, the model is `best`, or else `latest`, or
-    else the weights of an imported model. Runs that match a pattern and do not have the checkpoint are left out, with a
-    line on standard error. Raises UserError if a model does not exist or is damaged, and OSError if its weights cannot
-    be read.
+    - RUN may be a pattern like `lr-*`, or a run's path.
+    - Without CHECKPOINT, the model is `best`, or else `latest`, or else the weights of an imported model.
+    - Runs that match a pattern but lack the checkpoint are left out, with a line on standard error.
+
+    Raises UserError if a model does not exist or is damaged, and OSError if its weights cannot be read.
     """
     found: list[TrainedModel] = []
     left = list(words)
@@ -234,8 +235,8 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
 
 
 def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """Return the models. Different ones with the same label get the paths of their weights as labels. Then those that
-    repeat an earlier one under the same label are left out."""
+    """Return the models, without those that repeat an earlier one under the same label. Different models with the same
+    label get the paths of their weights as labels."""
     known: dict[str, set[tuple[str, str]]] = {}
     for model in models:
         known.setdefault(model.label, set()).add(model.identity)
@@ -268,10 +269,12 @@ class ModelInRun(NamedTuple):
 
 
 def model_in_run(weights: Path, config: ModelConfig | None = None) -> ModelInRun | None:
-    """Return the run of a weights file, and a description of its checkpoint. The weights of an imported model count as
-    a checkpoint called IMPORTED. Return None if the weights are not those of a run, or if `config` is given and is not
-    the recorded configuration. Reads the whole file for its hash. Raises OSError if it cannot be read, and UserError if
-    `config` is given but no valid configuration is recorded."""
+    """Return the run and the checkpoint that a weights file belongs to, or None. The checkpoint of an imported model is
+    called IMPORTED. With `config`, also return None if another configuration is recorded.
+
+    Reads the whole file for its hash. Raises OSError if the file cannot be read. With `config`, raises UserError if no
+    valid configuration is recorded.
+    """
     found = _place_in_run(weights)
     if found is None or os.path.realpath(found.folder / WEIGHTS) != os.path.realpath(weights):
         return None
@@ -321,9 +324,8 @@ def _place_in_run(weights: Path) -> _PlaceInRun | None:
 
 
 def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun | None:
-    """Return the checkpoint of this name (or IMPORTED) and its run, or None if the run has no such checkpoint or its
-    weights no longer have the SHA-256 `digest`. Raises UserError if `checkpoint` cannot be a checkpoint's name, and
-    OSError if the weights cannot be read."""
+    """Return the run's checkpoint of this name (or IMPORTED), or None if it does not have weights with the SHA-256
+    `digest`. Raises UserError if `checkpoint` is not a valid name, and OSError if the weights cannot be read."""
     weights = run.checkpoints / check_name(checkpoint, "checkpoint") / WEIGHTS
     if checkpoint == IMPORTED:
         weights = run.path / WEIGHTS
@@ -333,8 +335,8 @@ def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun
 
 @contextmanager
 def warned_if_not_kept() -> Iterator[None]:
-    """Print a warning instead of raising UserError, RunError or OSError if the body fails to write a measurement to a
-    run's results. The measurement is not lost, because it is printed, too."""
+    """Turn a UserError, RunError or OSError of the body into a warning that the result is not written to the run's
+    results. The caller must print the measurement itself."""
     try:
         yield
     except (UserError, RunError, OSError) as error:
@@ -346,10 +348,10 @@ def warned_if_not_kept() -> Iterator[None]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a draft folder for the body to fill; then rename the draft to `folder`, so that no incomplete folder has
-    that name.
+    """Yield a draft folder, which is renamed to `folder` after the body. If the body fails, the draft is removed.
 
-    Raises UserError if `folder` is a link, or exists and is not an empty folder, and RunError if it cannot be written.
+    Raises UserError if `folder` is a link, a file, or not empty. An OSError or SafetensorError, from the body, too,
+    becomes a RunError.
     """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists; give another place, or move it away")
@@ -364,9 +366,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def write_model(
     folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, tokenizer: str | Path, facts: dict[str, Any]
 ) -> None:
-    """Write a new folder with a model: model.json, the weights, the tokenizer ("gpt2", or a file to copy), and a
-    meta.json that also holds `facts`. `tensors` are the weights by their names in published checkpoints. Raises
-    UserError and RunError as `new_folder` does."""
+    """Write a model to the new folder `folder`: model.json, weights, tokenizer and meta.json.
+
+    - `config`: the contents of model.json.
+    - `tensors`: the weights by their names in published checkpoints.
+    - `tokenizer`: "gpt2", or a file to copy.
+    - `facts`: more keys of meta.json.
+
+    Raises UserError and RunError as `new_folder` does.
+    """
     with new_folder(folder) as draft:
         if isinstance(tokenizer, Path):
             shutil.copyfile(tokenizer, draft / tokenizer.name)
@@ -375,9 +383,9 @@ def write_model(
 
 
 def write_model_files(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor], **facts: Any) -> None:
-    """Write model.json, model.safetensors, and a meta.json with the configuration and `facts` about the weights into
-    the folder `draft`. `tensors` are the weights by their names in published checkpoints, and may share memory. Raises
-    OSError or SafetensorError if a file cannot be written."""
+    """Write model.json, model.safetensors and meta.json into the folder `draft`. meta.json has the configuration and
+    `facts`. `tensors` have their names in published checkpoints, and may share memory. Raises OSError or
+    SafetensorError if a file cannot be written."""
     from harness.model.weights import save_weights
 
     replace_text(draft / MODEL_JSON, json.dumps(config, indent=4) + "\n")

@@ -1,8 +1,8 @@
-"""Files of the training program of Giles Thomas's lab notebook: the keys of its train.json, and its checkpoints. This
-project calls the program "upstream" or "the notebook".
+"""Files of the training program of Giles Thomas's lab notebook: its train.json and its checkpoints. This project calls
+the program "upstream" or "the notebook".
 
-An upstream checkpoint holds model.safetensors, a short meta.json and, usually, optimizer.pt (AdamW's state dict) and
-scaler.pt.
+An upstream checkpoint holds model.safetensors and a short meta.json. Most also hold optimizer.pt (AdamW's state dict)
+and scaler.pt.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ PARTS = ("weight", "bias", "scale", "shift")
 
 
 def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
-    """Return `raw`, the contents of a train.json, with the keys that only upstream uses replaced by ours. Raises
-    ValueError, naming the key, if `raw` has upstream's key and our key for the same setting, or if a key of upstream
-    that must be true or false has another value.
+    """Return the contents `raw` of a train.json, with the keys that only upstream uses replaced by ours. If
+    `has_experts` is true and `raw` has such a key, a missing `moe_router_loss_scale` becomes 0.
 
-    Upstream does not balance experts. So if the model has experts and `raw` has any key that only upstream uses,
-    moe_router_loss_scale is 0 unless `raw` gives it.
+    Raises ValueError, naming the key, if `raw` gives one setting under both names, or if a boolean key of upstream is
+    neither true nor false.
     """
     result = {key: value for key, value in raw.items() if key not in NOTEBOOK_KEYS}
     for old, key, values in SPELLINGS:
@@ -58,20 +57,18 @@ def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dic
     if raw.get("schedule_learning_rate") is False:
         result.pop("warmup_period_percent", None)  # upstream ignores this key if it has no schedule
     if has_experts and not NOTEBOOK_KEYS.keys().isdisjoint(raw):
-        result.setdefault("moe_router_loss_scale", 0.0)
+        result.setdefault("moe_router_loss_scale", 0.0)  # upstream does not balance experts
     return result
 
 
 def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.Size]]) -> dict[str, dict[str, Tensor]]:
-    """Return the optimizer state `saved` of an upstream checkpoint as a dict from our parameters' names to their
-    states. `saved` is the contents of optimizer.pt, in which parameters are numbered.
+    """Return the optimizer state of an upstream checkpoint as a dict from our parameters' names to their states.
 
-    `shapes` gives the shape of each state tensor that the run's optimizer keeps for each parameter. The result has the
-    same keys and shapes, in fp32. States that upstream keeps apart, such as those of query, key and value, are
-    concatenated.
+    - `saved`: the contents of optimizer.pt.
+    - `shapes`: the shapes of the state tensors of each parameter in the run's optimizer. The result has the same keys
+      and shapes, in fp32.
 
-    Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError if `saved` is the state of another model or
-    optimizer, or no state at all.
+    If `saved` does not fit, raises errors of many types, which the caller must turn into UserError.
     """
     import torch
 
