@@ -24,12 +24,11 @@ COLDEST = 1e-4  # below it, practically only the likeliest token would be drawn,
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rule by which the next token is chosen. The token is drawn at random from the `top_k` likeliest ones (None: all).
-    At a temperature below COLDEST, the likeliest one is taken. Row i of a batch draws with the seed `seed + i`."""
+    """Rule by which the next token is chosen. torch's global generator is not used."""
 
-    temperature: float = 1.0
-    top_k: int | None = 25
-    seed: int = 42
+    temperature: float = 1.0  # below COLDEST, the likeliest token is taken
+    top_k: int | None = 25  # number of likeliest tokens to draw from; None: all tokens
+    seed: int = 42  # row i of a batch draws with the seed `seed + i`
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -52,7 +51,7 @@ def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[in
 
 
 def continue_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
-    """Return the prompt continued by up to `count` tokens. `count` is at least 1. Raises UserError if the prompt
+    """Return the prompt continued by up to `count` tokens. `count` must be at least 1. Raises UserError if the prompt
     cannot be encoded, and RunError if a logit is not finite."""
     tokens = encode_prompt(model, tokenizer, prompt)
     [more] = continue_prompts(model, tokenizer, [tokens], count, sampling)
@@ -67,9 +66,11 @@ def continue_prompts(
     sampling: Sampling,
     stops: Sequence[str] = (),
 ) -> list[list[int]]:
-    """Return up to `count` new tokens for every prompt. `count` is at least 1, and each prompt has at least one token.
+    """Return up to `count` new tokens for each prompt. `count` must be at least 1, and no prompt may be empty.
+
     The new tokens end before an end-of-text token, or with the token that completes one of the texts `stops`. Raises
-    RunError if a logit is not finite."""
+    RunError if a logit is not finite.
+    """
     # Number of last tokens to search for a stop string. Each token has at least one byte, so a stop string of n bytes
     # that has just been completed is in the last n tokens. The first of these n tokens may begin inside a character.
     # Decoding CHARACTER_BYTES more tokens completes this character.
@@ -103,25 +104,18 @@ def sample_tokens(
 
 
 class GrowingRows:
-    """Rows of tokens that grow by a token at a time.
-
-    While all rows fit the context, each step computes only the new tokens. After that, the model sees the last
-    `context_length` tokens of each row. Their positions change with every step, so the key-value cache cannot be used.
-    """
+    """Rows of tokens that grow by a token at a time. The model sees the last `context_length` tokens of each row."""
 
     def __init__(
         self, model: GPTModel, prompts: Sequence[Sequence[int]], sampling: Sampling, vocab_size: int | None
     ) -> None:
-        """Create one row from each of `prompts`, which have at least one token each. Token ids of `vocab_size` or more,
-        which exist if the output head is padded, are never chosen (None: all can be).
-
-        Each row has a random generator of its own, so that its tokens do not depend on the other rows. The global
-        random state does not change.
-        """
+        """Create one row from each of `prompts`. No prompt may be empty. Token ids of `vocab_size` or more are never
+        chosen (None: all can be)."""
         self.model = model
         self.sampling = sampling
         self.vocab_size = vocab_size
         self.rows = [list(prompt) for prompt in prompts]
+        # Each row has a generator of its own, so that its tokens do not depend on the other rows.
         self.generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
         self.cache: KeyValueCache | None = KeyValueCache()
 
@@ -138,7 +132,7 @@ class GrowingRows:
         """Return the logits for each row's next token, (rows, vocabulary), on the model's device."""
         limit = self.model.config.context_length
         if max(map(len, self.rows)) > limit:
-            self.cache = None
+            self.cache = None  # from now on, the position of a token in the window changes with every step
         if self.cache is None:
             windows = [row[-limit:] for row in self.rows]
         else:
@@ -177,9 +171,8 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 
 def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]:
-    """Return the prompts that the options --prompts (`file`) or --prompt give, or the default prompt if neither is
-    given. The file has one prompt in each line, as a JSON string if its name ends in .jsonl. Raises UserError if both
-    options are given, or if the file is not valid."""
+    """Return the prompts in `file` (--prompts), or else `prompt` (--prompt), or else `default`. Raises UserError if
+    both options are given, or if the file is not valid."""
     if file is None:
         return [default if prompt is None else prompt]
     if prompt is not None:
@@ -212,8 +205,7 @@ def print_samples(
     model: GPTModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, *, samples: int, count: int
 ) -> None:
     """Print each prompt with `samples` continuations of up to `count` tokens. A single continuation is printed while it
-    is computed. Raises UserError, before anything is printed, if a prompt cannot be encoded, and RunError if a logit is
-    not finite."""
+    is computed. Raises UserError if a prompt cannot be encoded, and RunError if a logit is not finite."""
     encoded = [encode_prompt(model, tokenizer, prompt) for prompt in prompts]
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), start=1):
         which = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else ""

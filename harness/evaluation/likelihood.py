@@ -1,4 +1,4 @@
-"""Log-likelihoods that a model gives to continuations of contexts, computed in batches and for any length.
+"""Log-likelihoods that a model gives to continuations of contexts.
 
 Shapes in names: B rows of T tokens, C = emb_dim, V = vocabulary size, N = positions whose next token is scored.
 """
@@ -42,11 +42,8 @@ class Window(NamedTuple):
 
 def windows(context: Sequence[int], continuation: Sequence[int], context_length: int) -> Iterator[Window]:
     """Yield windows that together predict each token of `continuation` once. `context` must have at least one token.
-
-    A continuation that fits the context length takes one window, whose context is cut from the left if necessary. A
-    longer one takes several. The last position of each of these sees `context_length` tokens, as in lm-eval's rolling
-    windows.
-    """
+    Context that does not fit is cut from the left. A continuation longer than the context length is split like
+    lm-eval's rolling windows."""
     tokens = (*context, *continuation)
     for start in range(len(context), len(tokens), context_length):
         end = min(start + context_length, len(tokens))
@@ -60,24 +57,19 @@ def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scorer that computes log-likelihoods with a model, in batches of `batch_size` rows.
-
-    `vocab_size` is that of the tokenizer. Token ids of `vocab_size` or more, which exist if the output head is padded,
-    take part in the softmax, but never count as the likeliest token.
-    """
+    """Scorer that computes log-likelihoods with a model."""
 
     model: GPTModel
     precision: Precision
+    # Number of the tokenizer's tokens. Token ids from this number on, which a padded output head has, take part in the
+    # softmax, but never count as the likeliest token.
     vocab_size: int
-    batch_size: int
+    batch_size: int  # rows
     each_batch: EachBatch = one_by_one
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
-        """Return the likelihood of each pair (context, continuation) of token ids. A context must have at least one
-        token. Collective if `each_batch` is.
-
-        The batches, and so the results to the last bit, do not depend on the number of ranks.
-        """
+        """Return the likelihood of each pair (context, continuation) of token ids. Each context must have at least one
+        token. Collective if `each_batch` is. The batches do not depend on the number of ranks."""
         own = [list(windows(*pair, self.model.config.context_length)) for pair in pairs]
         wanted: dict[Tokens, dict[Tokens, None]] = {}
         for window in (window for each in own for window in each):

@@ -127,15 +127,16 @@ class HeldOutText:
     ) -> HeldOutText:
         """Return the text for testing a model. A dataset that is missing in `datasets_dir` is downloaded or built.
 
-        Without `dataset`, it is NOTEBOOK_DATASET for a model with GPT-2's tokenizer. The default split is "test" if the
-        dataset has it, or else "validation".
+        The text has whole batches of `batch_size` sequences. If `batches` is None and there are fewer sequences, the
+        text is one smaller batch. The defaults are:
 
-        The text consists of whole batches of at most `batch_size` sequences. By default it begins at the split's first
-        token and has all its batches. If a validation split has at least one batch after NOTEBOOK_START_TOKEN, the
-        default is to begin at that token, and to take at most NOTEBOOK_BATCHES batches.
+        - `dataset`: NOTEBOOK_DATASET for a model with GPT-2's tokenizer. Other models have none.
+        - `split`: "test" if the dataset has it, else "validation".
+        - `start_token`: 0. `batches`: all.
+        - In a validation split with a batch after NOTEBOOK_START_TOKEN: that token, and at most NOTEBOOK_BATCHES.
 
-        Raises UserError if the dataset is not known or cannot be obtained, if the split is missing or too short, or if
-        its tokens are not the model's.
+        Raises UserError if the dataset cannot be obtained, if the split is missing or too short, or if its tokens are
+        not the model's.
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
         if dataset is None and _is_gpt2s(tokenizer):
@@ -174,10 +175,12 @@ class HeldOutText:
         return cls(model, datasets_dir, opened, split, TokenLoader(tokens, order, layout), batches)
 
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
-        """Measure and return the loss of `model`, which was loaded from the weights of `self.model`. If the weights are
-        those of a run's checkpoint, the loss is also written to the run's results. Also finds how much of the split the
-        model was trained on; the first call reads the train splits for this. Raises UserError if the model's device
-        does not support the precision, or if the dataset's tokenizer cannot be loaded."""
+        """Measure the loss of `model`, which must have the weights of `self.model`. The loss of a run's checkpoint is
+        also written to the run's results.
+
+        The first call may read the model's whole train splits. Raises UserError if the device does not support the
+        precision, or if the split or its tokenizer cannot be read.
+        """
         device, measured = next(model.parameters()).device, None
         with warned_if_not_kept():  # now, because training may delete the checkpoint meanwhile
             measured = model_in_run(self.model.weights, self.model.config)
@@ -224,8 +227,7 @@ class HeldOutText:
         return TestLoss(text, description, precision.name, loss, bits, counted is not None, trained_on)
 
     def _counted_bytes_per_token(self) -> float | None:
-        """Return the mean number of UTF-8 bytes per predicted token. Return None if it is 0, or if the tokenizer's
-        vocabulary is not on this machine or lacks some of the tokens."""
+        """Return the mean number of UTF-8 bytes per predicted token, or None if it is 0 or cannot be counted."""
         tokenizer = _tokenizer_here(self.dataset.tokenizer)
         if tokenizer is None:
             return None
@@ -241,15 +243,15 @@ class HeldOutText:
 def held_out_texts(
     model: TrainedModel, datasets_dir: Path, *, dataset: str | None = None, **options: Any
 ) -> list[HeldOutText]:
-    """Return the text of `dataset` for testing a model (None: one text for each dataset that the model was trained on).
-    The `options` and errors are those of `HeldOutText.choose`."""
+    """Return the text of `dataset` for testing a model (None: one text for each dataset that the model was trained on,
+    or the default of `choose` if none is recorded). The `options` and errors are those of `HeldOutText.choose`."""
     names: list[str | None] = [dataset] if dataset is not None else [*model.datasets] or [None]
     return [HeldOutText.choose(model, datasets_dir, dataset=name, **options) for name in names]
 
 
 def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
-    """Return True if both tokenizers ("gpt2", or a tokenizer's file) have the same tokens and the same end-of-text
-    token. GPT-2's counts as the same as any other if its vocabulary is not on this machine."""
+    """Return True if both tokenizers ("gpt2", or a tokenizer's file) have the same tokens and end-of-text token. Also
+    return True if one is GPT-2's and its vocabulary is not on this machine."""
     if first == second:
         return True
     one, other = _tokenizer_here(first), _tokenizer_here(second)

@@ -19,9 +19,11 @@ GPT2_EOT_TOKEN = 50256  # known without GPT-2's vocabulary, which may not be on 
 
 
 def training_overlap(model: TrainedModel, held_out: Dataset, split: str, datasets_dir: Path) -> Overlap | Inconclusive:
-    """Return how much of a split is also in the train splits that a model was trained on, or the reason why this is not
-    known. The first call reads these splits; the result is saved in DATASETS_DIR/.scans. Raises UserError if the
-    held-out split or its tokenizer cannot be read."""
+    """Return how much of a split is also in the model's train splits, or the reason why this is not known.
+
+    `held_out` must have the model's tokenizer. The first call may read the whole train splits; its result is saved.
+    Raises UserError if the held-out split or its tokenizer cannot be read.
+    """
     try:
         training = _train_splits(model, datasets_dir)
     except UserError as error:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
 
-HEAD_DIM_OF_DEPTH = 64
+HEAD_DIM_OF_DEPTH = 64  # as in GPT-2: depth 12 is the shape of GPT-2 small (12 layers, 12 heads, width 768)
 DEPTH = "Replaces n_layers, n_heads and emb_dim: depth d means d layers, d heads and a width of 64 d."
 # Far larger than any model that was ever trained, yet small enough that a lack of memory or disk space is noticed
 # quickly. Without a limit, a typing error would make the program build layers for hours.
@@ -47,9 +47,8 @@ DropRate = Annotated[
 
 
 class ExpertCounts(BaseModel):
-    """Number of experts that replace a block's feed-forward layer, and number of experts that each token goes through.
-    The second number is at least 2: a single expert would always have the weight 1, from which the router would learn
-    nothing."""
+    """Experts that replace a block's feed-forward layer. Each token goes through at least 2 of them: a single one would
+    always have the weight 1, and the router would learn nothing."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -134,12 +133,7 @@ class ModelConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, raw: Any) -> Any:
-        """Replace `depth` by the keys that it sets, and fill in `rope_base` and `norm_gain` if the model uses them, so
-        that they are recorded.
-
-        Heads are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2 small: 12 layers, 12
-        heads, width 768.
-        """
+        """Replace `depth` by the keys that it sets. Fill in `rope_base` and `norm_gain` if the model uses them."""
         if not isinstance(raw, dict):
             return raw
         filled = dict(raw)
@@ -153,6 +147,7 @@ class ModelConfig(RunFile):
                     f'keys "depth" and "{given[0]}": "depth" already sets {given[0]}; remove one of the two'
                 )
             filled = {"drop_rate": 0.0, "qkv_bias": False, **shape, **filled}
+        # Written out, so that they are recorded with the model
         if filled.get("rope_base") is None and filled.get("position") == "rope":
             filled["rope_base"] = ROPE_BASE
         if filled.get("norm_gain") is None and (filled.get("norm") == "rmsnorm" or filled.get("qk_norm") is True):
@@ -194,16 +189,15 @@ class ModelConfig(RunFile):
 
     @property
     def mlp_width(self) -> int:
-        """Width of the feed-forward layer: `mlp_dim`, or by default 4 · `emb_dim` as in GPT-2, and with SwiGLU
-        8 · ⌈`emb_dim` / 3⌉. SwiGLU's three matrices then have about as many weights as the two of other activations
-        (Shazeer, arXiv:2002.05202)."""
+        """Width of the feed-forward layer: `mlp_dim`, or by default 4·`emb_dim`, with SwiGLU 8·⌈`emb_dim` / 3⌉."""
         if self.mlp_dim is not None:
             return self.mlp_dim
+        # SwiGLU's three matrices have about as many weights as others' two (Shazeer, arXiv:2002.05202).
         return 8 * -(-self.emb_dim // 3) if self.mlp == "swiglu" else 4 * self.emb_dim
 
     def value_embedding_of(self, layer: int) -> int | None:
-        """Return the index of the value embedding table that the block with index `layer` uses, or None. The first N
-        blocks use tables 0 to N - 1, and the last N blocks use the same tables in the same order."""
+        """Return the index of the value embedding table that block `layer` uses, or None. Of N tables, the first N
+        blocks use one each, in order, and so do the last N blocks."""
         tables = self.value_embeddings or 0
         from_the_last = layer - (self.n_layers - tables)
         return layer if layer < tables else from_the_last if from_the_last >= 0 else None
@@ -290,10 +284,10 @@ class ModelConfig(RunFile):
     def flops_per_token(self) -> int:
         """Floating-point operations of the matrix products for one token of training, forward and backward.
 
-        The number is the sum of two terms (PaLM, arXiv:2204.02311, appendix B). The first is 6 for each weight of a
-        matrix product, including the head's. Inactive experts and embeddings, which are look-ups, do not count. The
-        second is 12·L·Q·T for attention scores and weighted sums, with L layers, context length T and Q the width of
-        all queries. It ignores the causal mask, as is customary.
+        The sum of two terms (PaLM, arXiv:2204.02311, appendix B):
+
+        - 6 for each weight of a matrix product, including the head's. Inactive experts and embeddings do not count.
+        - 12·L·Q·T for attention, with L layers, context length T and query width Q. The causal mask is ignored.
         """
         multiplying = self.n_layers * self.block_weights + self.vocab_size * self.emb_dim
         return 6 * multiplying + 12 * self.n_layers * self.query_width * self.context_length

@@ -1,10 +1,5 @@
-"""Mean next-token cross-entropy computed from the head's input, with the logits of only one chunk in memory.
-
-At GPT-2's vocabulary the logits of one 1,024-token sequence are 206 MB in fp32, and torch's cross-entropy keeps several
-copies of them, so that the logits, not the transformer, limit the size of a microbatch. Here the head and the loss run
-over one chunk of rows at a time, and the gradients are computed immediately, from the only copy of the chunk's logits
-(the idea of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009). torch.compile
-sees a single custom operation, whatever the number of chunks.
+"""Mean next-token cross-entropy and its gradients, with the logits of only one chunk of rows in memory (Wijmans et al.,
+"Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009).
 
 Tensor names end in the shape: N rows (tokens), R rows in a chunk, C features, V the size of the vocabulary, W = V plus
 padding.
@@ -23,6 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from harness.common.files import sha256
 
+# At GPT-2's vocabulary, the logits of a sequence of 1,024 tokens are 206 MB in fp32. torch's cross-entropy keeps
+# several copies of them, which would limit the size of a microbatch.
+#
 # Largest number of logits in a chunk: enough for efficient matrix products, and small in memory compared to everything
 # else.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
@@ -47,12 +45,11 @@ Kernel = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
 def linear_cross_entropy(
     features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, *, softcap: float | None = None
 ) -> Tensor:
-    """Return the mean over N rows of the cross-entropy of softmax(features @ weight.T) against integer targets, as an
-    fp32 scalar (fp64 for fp64 input). With a `softcap` c, each product x becomes c·tanh(x / c) before the softmax.
+    """Return the mean cross-entropy, in nats, of softmax(features @ weight.T) against integer targets. Every target
+    must be from 0 to V - 1. With a `softcap` c, each product x becomes c·tanh(x / c) before the softmax.
 
-    Every target must be from 0 to V - 1. Under autocast the matrix products run in the autocast precision and
-    everything else in fp32; fp64 input stays fp64. Only first derivatives exist, and backward can run only once,
-    because it scales the saved gradient in place.
+    The result is an fp32 scalar. Under autocast, matrix products run in the autocast precision. With fp64 features, all
+    is in fp64. Backward can run only once.
     """
     needs_grad = torch.is_grad_enabled() and (features_NxC.requires_grad or weight_VxC.requires_grad)
     # Determined here, because the implementation of a custom operation does not see the autocast state.
@@ -78,10 +75,7 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
 
 
 def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = torch.float32) -> int:
-    """Return the number of rows per chunk for `rows` rows of `width` logits. Only the last chunk may have fewer rows.
-
-    Chunks are as few, and as equal, as CHUNK_LOGITS (doubled in 16 bits on a CPU), FP16_ROWS and TILE allow.
-    """
+    """Return the number of rows per chunk for `rows` rows of `width` logits. Only the last chunk may have fewer."""
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:
         # With 2 bytes per logit, twice as many logits take as much memory as in fp32. Fewer, larger chunks save time,
@@ -95,6 +89,7 @@ def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = tor
     return max(1, -(-rows // (chunks * tile)) * tile)
 
 
+# A custom operation, because torch.compile then sees a single operation, whatever the number of chunks
 @torch.library.custom_op(f"ddp_pretrain::{OPERATION}", mutates_args=())
 def _loss_and_gradients(
     features_NxC: Tensor,
@@ -105,13 +100,14 @@ def _loss_and_gradients(
     compiled: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean cross-entropy, and N times its gradients with respect to the features (in `product_dtype`) and
-    the weight (in the weight's dtype). The gradients have no rows unless `needs_grad`. `softcap` is 0 for no cap.
+    """Return the mean cross-entropy, and N times its gradients with respect to features and weight.
 
-    With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y (with a soft-cap, times its
-    slope), so that one pass over the logits gives the loss and both gradients. The division by N is left to the
-    backward pass, because p - y divided by N would underflow in fp16.
+    The features' gradient is in `product_dtype`, and the weight's in the weight's dtype. Without `needs_grad`, the
+    gradients have no rows. `softcap` is 0 for no cap.
     """
+    # With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y (with a soft-cap, times its
+    # slope), so that one pass over the logits gives the loss and both gradients. The division by N is left to
+    # `_backward`, because p - y divided by N would underflow in fp16.
     inputs = features_NxC, weight_VxC, targets_N, product_dtype, needs_grad, compiled, softcap
     losses_N, grad_features, grad_weight = _row_losses(*inputs)
     return losses_N.mean(), grad_features, grad_weight
@@ -150,12 +146,10 @@ def _row_losses(
 
 
 def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tensor:
-    """Return the weight in `dtype`, padded with rows of zeros to a multiple of TILE if `whole_tiles`.
-
-    Without padding, most rows of logits of GPT-2's 50,257 tokens would begin at an address that is not aligned for
-    vector loads.
-    """
+    """Return the weight in `dtype`. With `whole_tiles`, it is padded with rows of zeros to a multiple of TILE."""
     vocab, dim = weight_VxC.shape
+    # Without padding, most rows of logits of GPT-2's 50,257 tokens would begin at an address that is not aligned for
+    # vector loads.
     missing = -vocab % TILE if whole_tiles else 0
     if not missing:
         return weight_VxC.to(dtype)
@@ -166,13 +160,14 @@ def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tenso
 
 
 def _add_product(total_WxC: Tensor, errors_RxW: Tensor, features_RxC: Tensor, *, is_first: bool) -> None:
-    """Add errors.T @ features to `total_WxC`, or overwrite it with the product if `is_first`. On a CPU, torch cannot
-    add the product in the precision of `total_WxC`, so the product is first rounded to the factors' precision."""
+    """Add errors.T @ features to `total_WxC`, or overwrite it with the product if `is_first`."""
     beta = 0 if is_first else 1
     if total_WxC.dtype == errors_RxW.dtype:
         torch.addmm(total_WxC, errors_RxW.T, features_RxC, beta=beta, out=total_WxC)
     elif total_WxC.is_cuda:
         torch.addmm(total_WxC, errors_RxW.T, features_RxC, total_WxC.dtype, beta=beta, out=total_WxC)
+    # On a CPU, torch cannot add the product in the precision of `total_WxC`: the product is first rounded to that of
+    # the factors.
     elif is_first:
         total_WxC.copy_(errors_RxW.T @ features_RxC)
     else:
@@ -269,15 +264,13 @@ def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
 def fused_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
-    """Do the same as `eager_kernel`, in a form of which torch.compile makes a single kernel.
-
-    Columns are compared with the target instead of indexed by it, because a gather or a scatter would be a separate
-    kernel.
-    """
+    """Do the same as `eager_kernel`, in a form of which torch.compile makes a single kernel."""
     columns_W = torch.arange(logits_RxW.shape[1], device=logits_RxW.device, dtype=torch.int32)
     products = logits_RxW.to(losses_R.dtype)
     capped = (products / softcap).tanh() if softcap else products
     logits = torch.where(columns_W < vocab, capped * softcap if softcap else capped, float("-inf"))
+    # Columns are compared with the target instead of indexed by it, because a gather or a scatter would be a separate
+    # kernel.
     is_target = columns_W == targets_R.unsqueeze(1).to(torch.int32)
     largest = logits.amax(-1, keepdim=True)
     normalizer = largest + (logits - largest).exp().sum(-1, keepdim=True).log()

@@ -1,8 +1,7 @@
-"""Determine from a model.json which formats of other programs can represent the model. Does not import torch.
+"""Check of a model.json against the formats of other programs to which models can be exported. Does not import torch.
 
-Three formats are those of model classes in the library transformers, named by their `model_type`. The fourth,
-"notebook", is the format of the training program of Giles Thomas's lab notebook
-(github.com/gpjt/ddp-base-model-from-scratch).
+Three formats are named after the `model_type` of a model class in transformers. "notebook" is the format of Giles
+Thomas's training program (github.com/gpjt/ddp-base-model-from-scratch).
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ FORMATS = {
 
 
 def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
-    """Return, for each format, the keys of model.json that would have to change, each with the values that the format
-    needs, as text. The list is empty for a format that can represent the model. Formats with the shortest lists come
-    first."""
+    """Return, for each format, the keys of model.json that would have to change, with the values needed, as text. A
+    format that can represent the model has an empty list. Formats with the shortest lists come first."""
     like_gpt2 = {"n_kv_heads": (None, shape.n_heads), "head_dim": (None, shape.emb_dim // shape.n_heads)}
     missing = {}
     for name, options in FORMATS.items():

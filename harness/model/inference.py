@@ -25,11 +25,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class KeyValueCache:
-    """Keys and values of all attention layers, and the number of tokens in each row.
-
-    Rows may have unequal lengths, because new tokens can be padded on the right. Padding is stored, too, but no real
-    token attends to it.
-    """
+    """Keys and values of all attention layers, and the number of tokens in each row. Rows may have unequal lengths: new
+    tokens can be padded on the right. No real token attends to padding."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, each (B, H, room, D)
@@ -56,10 +53,10 @@ class KeyValueCache:
         return self.places
 
     def extend(self, layer: int, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store a layer's keys and values of the new tokens, which must have been passed to `take` before.
+        """Store a layer's keys and values of the new tokens, those of the last `take`.
 
-        Returns the layer's keys and values of all S positions so far, each (B, H, S, D), and a mask (B, 1, T, S) that
-        is true where a token may attend to a position.
+        Returns the layer's keys and values of all S positions so far, each (B, H, S, D), and a mask. The mask,
+        (B, 1, T, S), is true where a new token may attend.
         """
         held = self.layers.get(layer)
         room = held[0].shape[2] if held else 0

@@ -44,8 +44,8 @@ _chosen_attention = ExitStack()  # its `close` undoes this process's choice of a
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return True if the model is to be compiled. `setting` is train.json's `compile`; "auto" means yes on a GPU if
-    this machine has all tools that compiling needs. Raises UserError if `setting` is true and a tool is missing."""
+    """Return True if the model is to be compiled. `setting` is train.json's `compile`. "auto" means yes on a GPU if no
+    tool is missing. Raises UserError if `setting` is true and a tool is missing."""
     wanted = setting is True or (setting == "auto" and device.type == "cuda")
     missing = missing_tool(device) if wanted else None
     if missing and setting is True:
@@ -74,7 +74,8 @@ def run_eagerly(model: nn.Module) -> None:
 
 def missing_tool(device: torch.device) -> str | None:
     """Return the name of a missing tool that torch.compile needs for `device`, with the way to install it, or None if
-    nothing is missing. Without this check torch.compile would fail, but only minutes later."""
+    nothing is missing."""
+    # Without these tools, torch.compile itself fails, but only minutes later.
     language, variable, names = (
         ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++", "clang++"))
     )
@@ -87,11 +88,13 @@ def missing_tool(device: torch.device) -> str | None:
 
 
 def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Make this process compute attention with the kernel that `setting`, train.json's `attention`, names. "auto" means
-    FlashAttention 3 or 4 if it is installed and can compute this model's attention, and else torch's choice. Calls that
-    the kernel cannot compute, such as those with a mask or in fp32, take another kernel.
+    """Choose the kernel that computes attention in this process, in place of an earlier choice. Has no effect on a CPU.
+    `setting` is train.json's `attention`.
 
-    Raises UserError if the kernel cannot train a model of this shape in `dtype` on this GPU, or cannot be loaded.
+    "auto" means FlashAttention 3 or 4. If none is installed that can compute this model's attention, torch chooses.
+    Calls that the chosen kernel cannot compute, such as those with a mask, take another one.
+
+    Raises UserError if the kernel cannot be loaded, or cannot train a model of this shape in `dtype` on this GPU.
     """
     _chosen_attention.close()
     drop_rate = model.drop_rates.attention_weights
@@ -163,18 +166,17 @@ def explain_failed_attention(error: BaseException) -> str | None:
 
 
 def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
-    """Disable cuDNN's attention kernel in this process if `drop_rate` is not a multiple of 1/16, because the kernel may
-    round it. From 2.12 on, torch itself avoids the kernel for such rates
-    (https://github.com/pytorch/pytorch/pull/174245)."""
+    """Disable cuDNN's attention kernel in this process if the kernel may round `drop_rate`."""
+    # From 2.12 on, torch itself avoids the kernel for such rates (https://github.com/pytorch/pytorch/pull/174245).
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if device.type == "cuda" and version < (2, 12) and not (drop_rate * CUDNN_DROPOUT_STEPS).is_integer():
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def waiting_experts(device: torch.device, precision: str) -> str | None:
-    """Return a note for the user if the CPU waits for this GPU in each of the experts' matrix products, or None if not.
-    Except in bf16 on Hopper and data center Blackwell, torch's grouped products read the number of rows of each expert
-    on the CPU (pytorch issue 186620)."""
+    """Return a note for the user if experts run slowly on this GPU in `precision`, else None."""
+    # Except in bf16 on Hopper and data center Blackwell, torch's grouped products read the number of rows of each
+    # expert on the CPU, which waits for the GPU (pytorch issue 186620).
     if device.type != "cuda" or (precision == "bf16" and torch.cuda.get_device_capability(device)[0] in (9, 10)):
         return None
     return (
@@ -187,9 +189,11 @@ def waiting_experts(device: torch.device, precision: str) -> str | None:
 
 
 def compute_deterministically() -> None:
-    """Make all later operations of this process deterministic, eager or compiled. An operation without a deterministic
-    form then raises RuntimeError (see `explain_nondeterminism`). Must be called before the first use of CUDA. Raises
-    UserError if CUBLAS_WORKSPACE_CONFIG is set to a value that forbids this."""
+    """Make all later operations of this process deterministic. Must be called before the first use of CUDA.
+
+    An operation without a deterministic form then raises RuntimeError (see `explain_nondeterminism`). Raises UserError
+    if CUBLAS_WORKSPACE_CONFIG is set to a value that forbids this.
+    """
     workspace = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
     if workspace not in CUBLAS_WORKSPACES:
         raise UserError(

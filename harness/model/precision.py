@@ -32,12 +32,11 @@ class Precision:
 
     @classmethod
     def resolve(cls, name: str, device: torch.device, *, place: str = 'train.json: key "precision"') -> Precision:
-        """Return the precision that `name` (bf16, fp16, fp32 or auto) means on `device`. "auto" is bf16 on a CUDA
-        device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere, so that evaluations have the same
-        precision on every CPU.
+        """Return the precision that `name` (bf16, fp16, fp32 or auto) means on `device`. On a CUDA device, "auto" means
+        bf16 if the device has it natively, else fp16. Elsewhere "auto" means fp32.
 
         Raises UserError for "bf16" on a CUDA device that would only emulate it. `place` is the key or option that gave
-        `name`, for the error's message.
+        `name`, for the message.
         """
         if device.type == "cuda" and name in ("auto", "bf16"):
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -47,13 +46,13 @@ class Precision:
                 )
             name = "bf16" if has_bf16 else "fp16"
         elif name == "auto":
-            name = "fp32"
+            name = "fp32"  # so that evaluations have the same precision on every CPU
         return cls(name, device.type)
 
     @classmethod
     def for_training(cls, name: str, device: torch.device) -> Precision:
-        """Return the same as `resolve`, but "auto" also means bf16 on CPUs with fast bf16, where a step takes about 0.5
-        to 0.6 of its fp32 time (docs/LOG.md)."""
+        """Return the same as `resolve`, but bf16 for "auto" on a CPU with fast bf16."""
+        # A step in bf16 then takes about 0.5 to 0.6 of its fp32 time (docs/LOG.md).
         if name == "auto" and device.type == "cpu" and has_fast_bf16():
             name = "bf16"
         return cls.resolve(name, device)
@@ -71,8 +70,7 @@ class Precision:
         return torch.bfloat16
 
     def update_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the matrix products in the optimizer Muon: bf16 if training is in bf16 and the device
-        computes bf16 fast, else None for the dtype of the weights."""
+        """Return the dtype of the matrix products in the optimizer Muon, or None for the dtype of the weights."""
         is_fast = self.device_type != "cpu" or has_fast_bf16()
         return torch.bfloat16 if self.name == "bf16" and is_fast else None
 
@@ -83,8 +81,8 @@ class Precision:
         return torch.autocast(self.device_type, DTYPES[self.name])
 
     def allow_tf32(self) -> None:
-        """Let tensor cores compute fp32 matrix products as TF32, from now on in this process. Does nothing in another
-        precision or on a CPU. Factors are rounded to TF32's 10 bits of mantissa, and sums are in fp32."""
+        """Let tensor cores compute fp32 matrix products as TF32, from now on in this process. Has no effect in bf16 or
+        fp16, or on a CPU."""
         if self.name == "fp32" and self.device_type == "cuda":
             torch.set_float32_matmul_precision("high")
 

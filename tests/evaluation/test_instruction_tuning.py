@@ -378,7 +378,7 @@ def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop) -> Non
         assert not (shop.runs / "r" / "ift-responses.json").exists()
     (shop.path / "long.json").write_text(json.dumps([asked("red " * 200, "", "blue").model_dump()] * 40))
     [line] = ift(shop, "--data long.json --responses-only").error_lines
-    assert line.startswith("error: long.json: in the training or the validation part, no answer fits the model's ")
+    assert line.startswith("error: long.json: in the training or the validation part, no instruction leaves room ")
     assert line.endswith("; give a model with a longer context_length, or other --data")
 
 

@@ -20,15 +20,12 @@ KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
-    """Model class for lm-eval. Its results equal those of lm-eval's own `hf` model with the same weights and tokenizer,
-    with these differences:
+    """Model class for lm-eval. Results are those of lm-eval's own `hf` model with the same weights and tokenizer, and
+    with logits_cache=False, apart from rounding. Some requests on which `hf` fails succeed. Other differences:
 
-    If a task samples, other random numbers are drawn. The name of a special token in a text ("<|endoftext|>") is
-    encoded as ordinary text; Hugging Face's tokenizers encode it as the special token.
-
-    `hf` fails if a continuation is longer than the context length, or if a task asks for at least that many new tokens.
-    Here such a continuation is scored in several windows, and the prompt of such a task is cut to half the context
-    length.
+    - Sampling draws other random numbers. If a task gives no top_k, all tokens can be drawn (`hf`: the likeliest 50).
+    - Generation options outside KNOWN_SETTINGS raise UserError if a task samples. If not, they have no effect.
+    - The name of a special token in a text ("<|endoftext|>") is ordinary text (`hf`: the token).
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer) -> None:
@@ -49,7 +46,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        # An answer that merges with the end of its context has no tokens of its own; it is then encoded by itself.
+        # An answer that merges with the end of its context has no tokens of its own; it is then encoded by itself. `hf`
+        # fails on it, and on an answer longer than the context length, which the scorer splits into windows.
         pairs = [(context, tokens or self.tok_encode(text)) for (_, text), context, tokens in requests]
         return [(answer.total, answer.is_greedy) for answer in self.scorer.score(pairs)]
 
@@ -99,6 +97,7 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         top_k = int(known["top_k"]) if temperature and known.get("top_k") else None
         settings = Settings(int(known["max_gen_toks"]), tuple(filter(None, stops)), temperature, top_k)
         length = self.scorer.model.config.context_length
+        # `hf` fails if a task asks for `length` or more new tokens. Here the prompt then keeps half the context.
         room = length - settings.most if settings.most < length else max(1, length // 2)
         return (self.text_tokenizer.encode(prompt) or [self.eot_token_id])[-room:], settings
 

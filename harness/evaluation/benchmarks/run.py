@@ -1,6 +1,6 @@
-"""Benchmarks by lm-eval: loading tasks by name or file, scoring a model on them, and writing the results to a file.
+"""Benchmarks by lm-eval: load tasks, score a model on them, and write the results to a file.
 
-lm_eval is an optional extra and takes seconds to import, so it is imported only inside functions.
+lm_eval is an optional extra and takes seconds to import: import it only inside functions.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def check_installed() -> None:
 
 
 def prepare(specs: Sequence[str]) -> None:
-    """Check the names of tasks and import lm-eval. This takes seconds, but downloads nothing, so all ranks can do it at
-    the same time. Raises UserError for unknown names and missing task files, or if lm-eval is not installed."""
+    """Check the names of tasks, and import lm-eval, which takes seconds. Nothing is downloaded. Raises UserError for an
+    unknown name or a missing task file, or if lm-eval is not installed."""
     check_installed()
     for spec in specs:
         _names_of(spec)
@@ -79,15 +79,13 @@ def prepare(specs: Sequence[str]) -> None:
 
 
 def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
-    """Load tasks by names (of tasks, groups or tags), wildcards or paths of task files (.yaml, .yml), and download
-    their data if it is not on this machine. A `!function` in a task file is run, because it is the user's own code
-    beside the file.
+    """Load tasks, and download their data if it is not on this machine. `specs` are names (of tasks, groups or tags),
+    wildcards, or paths of task files (.yaml, .yml).
 
-    `num_fewshot` is the number of solved examples before each question (None: each task's own number). As in lm-eval,
-    it does not replace a task's explicit 0.
+    `num_fewshot` is the number of solved examples before each question (None: each task's own). A task's explicit 0 is
+    kept, as in lm-eval. Functions that a task file names by `!function` are run. Random states are restored.
 
-    The random states of this process are restored afterwards. Raises UserError if lm-eval is not installed, or if a
-    task is unknown, cannot be loaded, is not about text, or would run downloaded code or code written by the model.
+    Raises UserError if lm-eval is not installed, or if a task cannot be loaded or used.
     """
     check_installed()
     found = Benchmarks({}, {}, [])
@@ -193,12 +191,11 @@ def _diagnosis(error: Exception) -> str:
 
 
 def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int | None = None) -> dict[str, Any]:
-    """Score the scorer's model on the first `limit` examples of each task (None: all examples), and return what
-    lm-eval's `evaluate` returns. Collective if the scorer's `each_batch` is.
+    """Score a model on the first `limit` examples of each task (None: all). Return the results of lm-eval's `evaluate`.
+    Collective if the scorer's `each_batch` is.
 
-    The random states of this process are restored afterwards. Raises UserError if a task needs an unsupported sampling
-    option, and RunError if a logit is not finite in generation. Errors of lm-eval and of the tasks' own functions, of
-    any class, are not caught.
+    Random states are restored. Raises UserError if a task needs an unsupported sampling option. Raises RunError if a
+    logit is not finite in generation. Errors of lm-eval and of tasks, of any class, are not caught.
     """
     from lm_eval.evaluator import evaluate
 
@@ -235,11 +232,12 @@ def lm_eval_seeds() -> Iterator[None]:
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Turn off lm-eval's progress bars, which every rank would print, and its process pool for the bootstrap, which
-    would fork this process with its device and threads. `evaluate` has no options for this."""
+    """Turn off lm-eval's progress bars, and its process pool for the bootstrap."""
     import lm_eval.api.metrics as metrics
     import lm_eval.api.task as task
 
+    # Every rank would print a bar, and the pool would fork this process with its device and threads. `evaluate` has no
+    # options for this.
     bar, bootstrap = task.tqdm, metrics.bootstrap_stderr
     task.tqdm, metrics.bootstrap_stderr = partial(bar, disable=True), _bootstrap_stderr
     try:
@@ -273,15 +271,13 @@ def scores(results: dict[str, Any], name: str) -> list[Score]:
 
 
 def table(results: dict[str, Any], names: Sequence[str], depth: int = 0) -> Iterator[str]:
-    """Yield the lines of a table of scores, 80 characters wide. The tasks of a group follow the group, and their names
-    are indented. `depth` is the depth of indentation of `names`.
-
-    lm_eval.utils.make_table is not used, because with pytablewriter 0.38 its tables have no headings and fewer digits.
-    """
+    """Yield the lines of a table of scores, 80 characters wide. `names` are tasks and groups. The tasks of a group
+    follow the group, indented. Callers leave `depth` at 0."""
 
     def cut(text: str, width: int) -> str:
         return text if len(text) <= width else f"{text[: width - 1]}…"
 
+    # lm_eval.utils.make_table is not used: with pytablewriter 0.38 its tables have no headings and fewer digits.
     layout = "{:<32} {:<18} {:>19} {:>8}"
     if depth == 0:
         yield layout.format("task", "metric", "value ± error", "examples")

@@ -68,9 +68,9 @@ class Batch(NamedTuple):
 def batches(
     examples: Sequence[Example], size: int, padding: int, *, answers_only: bool, generator: torch.Generator | None
 ) -> Iterator[Batch]:
-    """Yield the examples in batches of up to `size` rows, shuffled by `generator`, or in order if it is None. Rows are
-    padded on the right with the token `padding`. Targets in the padding are IGNORED, and so are targets in the prompts
-    if `answers_only` is true; then every example must have an answer."""
+    """Yield batches of up to `size` examples, padded on the right with the token `padding`. `generator` shuffles the
+    examples (None: no shuffling). With `answers_only`, targets in the prompts are IGNORED, and every example must have
+    an answer."""
     count = len(examples)
     order = range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
     for start in range(0, count, size):
@@ -109,13 +109,13 @@ class FineTuning:
 def fine_tune(
     model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
 ) -> FineTuning:
-    """Train the model on the training part for up to `max_epochs` epochs, and print the losses. Training stops after an
-    epoch in which the loss on the validation part rose or was not finite. Then the model gets back the weights from
-    before that epoch. At the end the model is in evaluation mode.
+    """Train the model for up to `max_epochs` epochs, and print the losses.
 
-    An example whose prompt leaves no room for its answer in the context is left out. The settings' seed becomes torch's
-    global seed. Raises UserError if the training or the validation part has no example left, and RunError if the
-    model's loss is not finite before training.
+    Training stops after an epoch in which the validation loss rose or was not finite. The model then gets back the
+    weights from before that epoch. The settings' seed becomes torch's global seed.
+
+    Entries whose prompts are longer than the context are left out. Raises UserError if none is left in the training or
+    the validation part. Raises RunError if the loss is not finite before training.
     """
     context_length, padding = model.config.context_length, tokenizer.eot_token
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
@@ -124,8 +124,8 @@ def fine_tune(
         click.echo(f"no room for an answer in {context_length:,} tokens: {counted(cut, 'instruction')} left out")
     if not train or not validation:
         raise UserError(
-            "in the training or the validation part, no answer fits the model's context length; give a model with a "
-            "longer context_length, or other --data"
+            "in the training or the validation part, no instruction leaves room for an answer in the model's context "
+            "length; give a model with a longer context_length, or other --data"
         )
     device = next(model.parameters()).device
     precision = Precision.resolve("auto", device)
@@ -197,7 +197,7 @@ def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) 
 
 def answer(model: GPTModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int) -> list[Response]:
     """Return an answer of at most `longest` tokens to each entry, without white space around it. Each token is the
-    likeliest one, so that the answers are the same every time. Raises RunError if a logit is not finite."""
+    likeliest one. Raises RunError if a logit is not finite."""
     prompts = [tokenizer.encode(entry.prompt) for entry in entries]
     by_length = sorted(range(len(entries)), key=lambda index: len(prompts[index]))  # so that batches have less padding
     texts = [""] * len(entries)

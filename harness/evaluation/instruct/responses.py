@@ -95,9 +95,8 @@ class InstructionSplits(NamedTuple):
 
 
 def local_instructions(file_or_url: str) -> Path:
-    """Return the path of an instruction file. The file at an http(s) URL is downloaded into this user's cache if it is
-    not there yet. Raises UserError if the download fails, or gives no instruction file (but a login page, for
-    example)."""
+    """Return the path of an instruction file. An http(s) URL is downloaded once, into this user's cache. Raises
+    UserError if the download fails, or does not give an instruction file. A local path is not checked."""
     address = urlsplit(file_or_url)
     if address.scheme not in {"http", "https"}:
         return Path(file_or_url)
@@ -111,7 +110,7 @@ def local_instructions(file_or_url: str) -> Path:
         with atomic_file(path) as draft:
             with urllib.request.urlopen(file_or_url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer:
                 draft.write_bytes(answer.read())  # raises IncompleteRead if the connection breaks
-            try:
+            try:  # a login page, for example, must not stay in the cache
                 InstructionSplits.load(draft)
             except UserError as error:
                 raise UserError(str(error).replace(str(draft), file_or_url)) from None
@@ -170,9 +169,8 @@ class Responses(_Part):
 
 
 def read_responses(path: Path) -> Responses:
-    """Read a responses file of this program, or a JSON list as written by chapter 7 of Raschka's book and by Giles
-    Thomas's lab notebook. The model of such a list is named after the file. Raises UserError if the file is not
-    valid."""
+    """Read a responses file. The files of Raschka's book (chapter 7) and Giles Thomas's lab notebook are mere lists of
+    answers: their models are named after the files. Raises UserError if the file is not valid."""
     value = read_json(path)
     if isinstance(value, list):
         answers = [
@@ -193,9 +191,8 @@ def write_responses(path: Path, responses: Responses) -> None:
 
 
 def read_comparable(paths: Sequence[Path]) -> list[Responses]:
-    """Read the responses files of models that are to be compared. If several models have the same name, the path of the
-    responses file is appended to each of these names. Raises UserError if a file is not valid or is given twice, or if
-    the files differ in their questions."""
+    """Read one or more responses files of models that are to be compared. Models of equal names are told apart by the
+    paths of their files. Raises UserError if a file is not valid or is given twice, or if the questions differ."""
     again = [path for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
     if again:
         raise UserError(f"{again[0]}: given twice; give each model's responses once")

@@ -35,22 +35,21 @@ class Record(BaseModel):
 
 
 class JudgeCache:
-    """Context manager for the open cache file, which is locked for this process until it is closed.
-
-    The lock is on the file itself, because a lock by the package filelock would leave a second file, and would not
-    exclude an earlier version of this program.
-    """
+    """Cache file of a judge's answers. If the file system has locks, the file is locked until the `with` block ends.
+    `records` has all answers, valid or not, those of other files included."""
 
     def __init__(self, path: Path, *others: Path) -> None:
-        """Create or read the file, and lock it. The answers in the files `others` are read, too, if they exist. Raises
-        UserError if another process has locked the file or if one of the files is no cache file, and RunError or
-        OSError if a file cannot be opened."""
+        """Create or read the file `path`, and lock it. Also read those of the files `others` that exist. Raises
+        UserError if another process uses `path` or if a file is no cache file. Raises RunError or OSError if a file
+        cannot be read."""
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: not a file; name a file with --cache")
         with os_errors_as(RunError, str(path), "; name another file with --cache"):
             self._file = path.open("a+b", buffering=0)
+            # The file itself is locked: filelock would leave a second file, and would not exclude an earlier version
+            # of this program.
             if not _lock(self._file.fileno()):
                 self._file.close()
                 raise UserError(

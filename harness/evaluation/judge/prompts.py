@@ -78,8 +78,8 @@ class Prompt:
         return {model: scores[name] for model, name in zip(self.order, self.names, strict=True)}
 
     def parse(self, text: str) -> dict[str, float]:
-        """Return the scores in a judge's reply, as a dict from each answer's name to a number from 0 to 100. Raises
-        InvalidAnswerError unless the reply has exactly one valid score for each name, and none for other names."""
+        """Return the scores in a judge's reply, one from 0 to 100 for each of `names`. Raises InvalidAnswerError for
+        any other reply."""
         text = text.strip()
         if not text:
             raise InvalidAnswerError("an empty answer")
@@ -102,17 +102,16 @@ class Prompt:
 
 
 def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: int, seed: int) -> Prompt:
-    """Return a prompt about the answers of all models to one question. `answers` maps the models' labels to their
-    answers.
+    """Return a prompt about the answers of all models to one question. The keys of `answers` are the models' labels.
 
-    In the prompt, the answers are called A, B, … in a pseudo-random order. They are sorted by hashes of `seed`,
-    `question`, `repeat` and their texts, so that the prompt depends neither on the order of the models nor on their
-    labels. The same answers therefore give the same prompt, and are paid for once.
+    `seed`, `question` and `repeat` shuffle the answers. The labels and their order do not change the prompt's text,
+    which is part of a cached answer's key.
     """
     labels = list(answers)
     texts = [answers[label].response for label in labels]
 
     def rank(index: int) -> tuple[bytes, str]:
+        # Without the model's label and place, so that the same answers give the same text and are paid for once
         parts = [seed, question, repeat, texts[index]]
         return hashlib.sha256(json.dumps(parts).encode()).digest(), labels[index]
 

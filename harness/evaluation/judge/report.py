@@ -49,9 +49,8 @@ class Comparison:
 
 
 def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
-    """Compare M models by their scores on Q questions in R repeats. A missing score is NaN. A repeat of a question in
-    which any model's score is missing is left out for all models. Return None if no question is left. `seed` is that of
-    the bootstrap for the intervals."""
+    """Compare M models by their scores on Q questions in R repeats. A missing score is NaN. A repeat of a question
+    counts only if all models have a score in it. If none counts, return None. `seed` is that of the bootstrap."""
     scores_QxM = question_means(scores_QxRxM)
     if not len(scores_QxM):
         return None
@@ -206,9 +205,11 @@ def judge_and_report(
     prices: tuple[float, float] | None = None,
     as_json: bool = False,
 ) -> None:
-    """Ask the judge to score the answers of the models, print the report, and write each model's scores to its run.
-    `paths` are the responses files of `models`, in the same order. `caches` and errors are those of `judge`. Also
-    raises RunError, after the report, if a prompt has no valid answer."""
+    """Ask the judge to score the models' answers, print the report, and call `keep_scores`.
+
+    `paths` are the responses files of `models`, in the same order. `prices` are those of JudgeReport. `caches` and
+    errors are those of `judge`. Also raises RunError, after the report, if a prompt has no valid answer.
+    """
     report = JudgeReport(judge(models, settings, caches), settings, prices)
     click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
     keep_scores(paths, models, report)
@@ -217,8 +218,8 @@ def judge_and_report(
 
 
 def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: JudgeReport) -> None:
-    """Write each model's scores to the run whose folder contains its responses file. `paths` are the responses files of
-    `models`, in the same order as in the judgment."""
+    """Write each model's scores to the run whose folder contains its responses file, if that file names weights that
+    the run still has. `paths` are the responses files of `models`, in the same order as in the judgment."""
     settings = report.settings
     for number, (path, own) in enumerate(zip(paths, models, strict=True)):
         run = RunDirectory(path.absolute().parent)

@@ -122,9 +122,8 @@ class JudgeClient:
         return printable(" ".join(hidden.split()))[:300]
 
     def ask(self, key: str, prompt: Prompt) -> Record:
-        """Send a prompt, and return the record of the judge's answer, valid or not. `key` is the key of the record. The
-        openai package makes up to `attempts` tries of a request that fails. Raises UnavailableError if the judge does
-        not answer, and UserError if other prompts would fail in the same way."""
+        """Send a prompt, and return the judge's answer, valid or not, as a record with this `key`. Raises
+        UnavailableError if the judge does not answer, and UserError if other prompts would fail in the same way."""
         scores = reason = None
         counts: dict[str, int] = {}
         try:
@@ -239,13 +238,12 @@ class Judgment:
 
 
 def judge(models: Sequence[Responses], settings: JudgeSettings, caches: Sequence[Path]) -> Judgment:
-    """Ask the judge for all scores that are not in the cache files, and return all scores. New answers are added to the
-    first file. The models must have different labels and the same questions.
+    """Ask the judge for all scores that are not in the cache files, and return all scores. New answers cost money, and
+    are added to the first file. The models must have different labels and the same questions.
 
-    Raises UserError if the judge cannot be asked with these settings, if another process uses the first file, or if one
-    of the files is no cache file. Raises RunError if the judge does not answer, or gives no valid answer to the first
-    HOPELESS_PROMPTS prompts. Raises RunError or OSError if a file cannot be read or written. The answers before an
-    error are in the cache.
+    Raises UserError if the judge cannot be asked with these settings, if the first file is in use, or if a file is no
+    cache file. Raises RunError if the judge does not answer, or if no answer is valid after HOPELESS_PROMPTS prompts.
+    Raises RunError or OSError if a file cannot be read or written. The answers before an error are in the first file.
     """
     prompts = list(_prompts(models, settings))
     names = {key: set(prompt.names) for key, prompt in prompts}
@@ -294,10 +292,9 @@ def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> Iterator[t
 
 
 def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCache, *, kept: int) -> dict[str, str]:
-    """Send all prompts, in parallel threads, and add all answers to the cache. Each prompt is sent until there is a
-    valid answer, at most `client.settings.attempts` times. `prompts` maps the key of an answer in the cache to its
-    prompt. `kept` is the number of valid answers that the cache had already. Return a dict from the key of each prompt
-    without a valid answer to the reason why its last answer is not valid."""
+    """Send all prompts, in parallel threads, and add all answers to the cache. For each prompt without a valid answer,
+    return what was wrong with the last answer. `prompts` and the result have the keys of the cache's records. `kept` is
+    the number of valid answers that the cache had already."""
     settings, known, reasons = client.settings, len(cache.records), dict[str, str]()
     stop = threading.Event()
 
