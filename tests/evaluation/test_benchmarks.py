@@ -239,9 +239,16 @@ def test_sampling_is_repeatable_and_each_repeat_draws_its_own(subject: Subject) 
     unset = {key: value for key, value in way.items() if key != "temperature"}  # then 1, as in transformers
     drawn = [instances("generate_until", [("the", each)] * 2) for each in (unset, unset | {"temperature": 1.0})]
     assert len({tuple(subject.under_test().generate_until(each)) for each in drawn}) == 1
-    strange = instances("generate_until", [("the", way | {"top_p": 0.9})])
-    with pytest.raises(UserError, match='task "a": generation_kwargs: sampling with top_p is not supported'):
-        subject.under_test().generate_until(strange)
+
+
+@pytest.mark.parametrize("option", [{"top_p": 0.9, "do_sample": True}, {"num_beams": 6}, {"repetition_penalty": 3.0}])
+def test_an_option_that_changes_the_text_is_refused(subject: Subject, option: dict[str, Any]) -> None:
+    way = {"until": [], "max_gen_toks": 10}
+    with pytest.raises(UserError, match=f'task "a": generation_kwargs: {next(iter(option))}: not supported'):
+        subject.under_test().generate_until(instances("generate_until", [("the", way | option)]))
+    neutral = [("the", way | more) for more in ({}, {"num_beams": 1, "repetition_penalty": None, "top_p": 0.9})]
+    first, second = subject.under_test().generate_until(instances("generate_until", neutral))
+    assert first == second
 
 
 def test_nothing_of_the_process_changes(subject: Subject, tmp_path: Path) -> None:

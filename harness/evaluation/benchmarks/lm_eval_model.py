@@ -17,6 +17,7 @@ from harness.evaluation.likelihood import Scorer
 
 SAMPLING_SEED = 1234  # lm-eval's default seed for torch
 KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
+GREEDY = {"num_beams": 1, "repetition_penalty": 1, "no_repeat_ngram_size": 0}  # other values change greedy texts, too
 
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
@@ -24,7 +25,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     with logits_cache=False, apart from rounding. Some requests on which `hf` fails succeed. Other differences:
 
     - Sampling draws other random numbers. If a task gives no top_k, all tokens can be drawn (`hf`: the likeliest 50).
-    - Generation options outside KNOWN_SETTINGS raise UserError if a task samples. If not, they have no effect.
+    - If a task samples, generation options outside KNOWN_SETTINGS raise UserError. If not, only other values than
+      those of GREEDY do.
     - The name of a special token in a text ("<|endoftext|>") is ordinary text (`hf`: the token).
     """
 
@@ -88,10 +90,12 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         prompt, kwargs = request.args
         known = dict(normalize_gen_kwargs(kwargs))
         temperature = float(known.get("temperature", 1.0)) if known.get("do_sample") else 0.0
-        strange = sorted(known.keys() - KNOWN_SETTINGS) if temperature else []
+        strange = known.keys() - KNOWN_SETTINGS
+        if not temperature:
+            strange = {key for key, value in GREEDY.items() if (known.get(key) or value) != value}
         if strange:
             task = f'task "{request.task_name}": generation_kwargs'
-            raise UserError(f"{task}: sampling with {abbreviated(strange)} is not supported; use another task")
+            raise UserError(f"{task}: {abbreviated(sorted(strange))}: not supported; use another task")
         stops = known.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         top_k = int(known["top_k"]) if temperature and known.get("top_k") else None
