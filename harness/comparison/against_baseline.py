@@ -28,15 +28,13 @@ from harness.runs.results import LossResult, read_window_losses
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """Verdicts on all arms except the baseline. `title` says what is compared. If nothing can be compared, `title` says
-    why, and `verdicts`, `closing` and `loss` are empty. `closing` is about training noise (the spread of the loss over
-    seeds) and how many seeds it takes to detect a difference. `loss` is "test loss" or "validation loss"."""
+    """Verdicts on all arms except the baseline. If nothing can be compared, only `title` and `notes` are given."""
 
-    title: str
+    title: str  # what is compared, or why nothing can be compared
     verdicts: list[Verdict] = field(default_factory=list)
-    closing: str = ""
+    closing: str = ""  # sentences on training noise (the spread over seeds) and on the number of seeds needed
     notes: list[str] = field(default_factory=list)
-    loss: str = ""
+    loss: str = ""  # "test loss" or "validation loss"
 
     def lines(self) -> list[str]:
         """Return the comparison as text, one string per paragraph."""
@@ -66,12 +64,12 @@ class BaselineComparison:
 
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
-    """Compare the arm of the run `baseline` with every other arm, by their losses on one text. One of the `records` is
-    that of the run `baseline`.
+    """Compare the arm of the run `baseline` with every other arm, by losses of one `Basis`. The `records` must include
+    the run `baseline`.
 
-    Uses test losses if the baseline's arm and at least one other arm have test losses of the same basis (text and
-    precision). If not, uses the last validation losses, also of one basis. If several bases are possible, uses the one
-    with the most runs; the notes have the verdicts by the losses of the other bases.
+    - Test losses are used if the baseline's arm and another arm have one of the same basis, otherwise the last
+      validation losses.
+    - Of several bases, that of the most runs is used. `notes` has the verdicts on the other bases.
     """
     arms = find_arms(records, baseline)
     own = arms.arm_with(baseline)
@@ -108,8 +106,8 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
 def _compare(
     own: str, arms: Arms, loss: str, basis: Basis, values: Sequence[Values], records: Sequence[RunRecord]
 ) -> BaselineComparison:
-    """Compare the arms by their losses on one text, `basis`. `own` is the name of the baseline's arm, and `loss` the
-    name of the loss. `values[i]` has the losses of the run `records[i]` on all texts, or the reason why it has none."""
+    """Compare the other arms with the baseline's arm, `own`, by their losses of one `basis`. `loss` is the name of the
+    loss. `values[i]` has the losses of the run `records[i]` on all bases."""
     measured = by_basis(values)[basis]
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in measured.items()}

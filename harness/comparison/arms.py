@@ -35,14 +35,12 @@ SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of r
 
 @dataclass(frozen=True)
 class Arms:
-    """Arms of an experiment; the runs of an arm differ only in their seeds. `run_names` has the names of each arm's
-    runs, by the name of the arm. `chance` names what is seeded differently within an arm, such as "dropout". `diverged`
-    has the names of diverged runs, finished or not, by the name of their arm."""
+    """Arms of an experiment, by name."""
 
-    run_names: dict[str, tuple[str, ...]]
+    run_names: dict[str, tuple[str, ...]]  # names of each arm's finished runs, by the name of the arm
     notes: list[str] = field(default_factory=list)
-    chance: tuple[str, ...] = ()
-    diverged: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    chance: tuple[str, ...] = ()  # what is seeded differently within an arm, such as "dropout"
+    diverged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # diverged runs of each arm, finished or not
 
     def arm_of(self, run: str) -> str | None:
         """Return the name of the arm that contains the run `run`, or None if no arm does."""
@@ -59,8 +57,8 @@ class Arms:
 
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
-    """Divide the finished runs into arms. A run whose replicates cannot be recognized is an arm of its own. If several
-    runs of an arm have the same seeds, only one of them is kept: the run called `baseline`, or else the first."""
+    """Divide the finished runs into arms. A run whose replicates cannot be recognized is an arm of its own. Of runs
+    with the same seeds and settings, one is kept: the run `baseline`, or else the first."""
     unfinished: dict[str, list[str]] = {}
     by_settings: dict[tuple[str, ...], list[RunRecord]] = {}  # by the run's name if its settings are not known
     unknown, repeated, arms = [], [], []
@@ -148,9 +146,11 @@ def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | None) -> dict[str, tuple[str, ...]]:
-    """Return the arms (the names of their runs) by the name of the arm. The runs `wide-seed1` and `wide-seed2` are the
-    arm `wide`, if no run or other arm would have this name. Any other arm is named after the run `baseline` if it has
-    this run, or else after its first run. `taken` has the names of all runs."""
+    """Return the names of each arm's runs, by the name of the arm. `taken` has the names of all runs.
+
+    - The runs `wide-seed1` and `wide-seed2` are the arm `wide` if this name is free.
+    - Any other arm has the name of its run `baseline`, or else of its first run.
+    """
     stems = []
     for arm in arms:
         shared = {SEED_ENDING.sub("", name) for name in arm}
@@ -163,12 +163,13 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
 
 
 def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | Inconclusive:
-    """Return two JSON texts, which are the same for runs that differ only in their seeds (replicates). The first has
-    the dataset, the settings that affect the result, and the changes that were made while the run was trained. The
-    second has torch's version, the device, the number of ranks and the attention kernel. With `at_end` false, the run
-    need not have finished, and the number of tokens that it has seen does not count.
+    """Return two JSON texts, which are equal for runs that differ only in their seeds (replicates).
 
-    Returns Inconclusive if the run's replicates cannot be recognized, for example because its dataset was not recorded.
+    - The first has the dataset, the settings that affect the result, and the changes made during training.
+    - The second has the SURROUNDINGS and the attention kernel.
+
+    With `at_end` false, the tokens seen do not count, and the run need not have finished. Returns Inconclusive if the
+    run's replicates cannot be recognized.
     """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}
@@ -211,8 +212,9 @@ def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | 
 
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration `values` of a run, with the defaults of `schema` for keys that an earlier version did
-    not write. An unknown key is left out if its value is None, False or 0, because its feature was then off."""
+    """Return the configuration `values`, with the defaults of `schema` for missing keys. Keys that are not in `schema`
+    are left out if their value is None, False or 0."""
     defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
+    # The feature of an unknown key with one of these values was off.
     known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}
     return {**defaults, **known}

@@ -1,5 +1,5 @@
-"""Loss curves of several runs over a common axis, drawn by matplotlib. Finished runs that differ only in the seed
-share one curve with a band."""
+"""Loss curves of several runs over a common axis, drawn by matplotlib. Finished runs that differ only in the seed share
+one curve with a band."""
 
 from __future__ import annotations
 
@@ -59,34 +59,35 @@ PLAIN_AXES = ("hours", "dollars")  # axes whose numbers are written without a pr
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses `y` in nats per token at the places `x` of an axis. For several runs, `y` is their mean loss, and `low`
-    and `high` are their lowest and highest loss at each place."""
+    """Losses of one or several runs over an axis."""
 
     label: str
-    x: list[float]
-    y: list[float]
-    low: list[float] = field(default_factory=list)  # empty for a single run
-    high: list[float] = field(default_factory=list)
+    x: list[float]  # places on the axis
+    y: list[float]  # loss at each place, in nats per token; for several runs, their mean loss
+    low: list[float] = field(default_factory=list)  # the lowest loss at each place; empty for a single run
+    high: list[float] = field(default_factory=list)  # the highest, likewise
     run_count: int = 1
     is_baseline: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves of one kind of loss, sorted by their last loss, the lowest first, and diverged runs last. `problems` has a
-    line for each reason why something is not drawn."""
+    """Curves of one kind of loss over one axis."""
 
-    axis: str
+    axis: str  # a key of AXES
     kind: str  # "validation" or "training"
-    curves: list[Curve]
-    problems: list[str]
+    curves: list[Curve]  # sorted by their last loss, the lowest first; diverged runs are last
+    problems: list[str]  # a line for each reason why something is not drawn
 
 
 def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
-    """Return one chart for each of the `axes` (keys of AXES). All charts show the validation losses of the runs, or the
-    training losses if only these are enough for a curve. Runs without enough losses on the text that most runs share
-    are left out. Finished runs that differ only in the seed share a curve, with the name of their arm, but a diverged
-    run has a curve of its own. A chart may have no curves; its `problems` then have the reasons."""
+    """Return one chart for each of the `axes` (keys of AXES). All charts show validation losses, or training losses if
+    only these are enough for a curve.
+
+    - The runs of an arm share a curve. Diverged runs and runs in no arm have curves of their own.
+    - Runs with too few losses on the text that most runs share are left out.
+    - A chart may have no curves. Its `problems` have the reasons.
+    """
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
@@ -148,8 +149,8 @@ def _curves_on(
     losses: Mapping[str, Sequence[TrainEvent | ValidationEvent]],
     run_names: Mapping[str, Sequence[str]],
 ) -> tuple[list[Curve], dict[str, list[str]]]:
-    """Return the curves over `axis` of the runs `drawn`, and the names of the runs or curves that are not drawn, by the
-    reason. `run_names` has the names of the runs of each curve, by the curve's label."""
+    """Return the curves of the runs `drawn` over `axis`, and the names of runs or curves without places on it, by the
+    reason. `run_names` has the names of each curve's runs, by the curve's label."""
     places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
     left_out: dict[str, list[str]] = {}
     for name, record in drawn.items():
@@ -173,8 +174,8 @@ def _curves_on(
 
 
 def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -> Curve:
-    """Return the curve of the runs' mean loss over their mean place on the axis, at the steps at which all runs have a
-    loss. Each of the `runs` maps a global step to a place on the axis and a loss."""
+    """Return the curve of the mean loss over the mean place at the steps that all `runs` have. Each run maps a global
+    step to a place on the axis and a loss."""
     steps = [step for step in runs[0] if all(step in run for run in runs)]
     x, y = ([sum(run[step][part] for run in runs) / len(runs) for step in steps] for part in (0, 1))
     if len(runs) < 2:
@@ -184,8 +185,8 @@ def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -
 
 
 def _place_on(axis: str, record: RunRecord, events: Sequence[Event]) -> tuple[str, float]:
-    """Return the name of the field that holds the place of the `events` on the axis, and the factor that converts the
-    field into the axis's unit. Raises UserError if the factor is 0 or unknown."""
+    """Return the name of the field of `events` that gives the place on the axis, and the factor that converts it to the
+    axis's unit. Raises UserError if the factor is 0 or unknown."""
     if axis == "dollars":
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
         if not dollars or not seconds:
@@ -226,9 +227,8 @@ def svg(chart: Chart, references: Mapping[str, float]) -> str:
 
 
 def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, target: Path | io.StringIO) -> None:
-    """Draw the chart, which has at least one curve, into `target`, in the format `kind` ("png" or "svg"). `references`
-    are losses by label, drawn as dotted lines. The legend names at most MOST_NAMED curves: the first ones, and always
-    the baseline's."""
+    """Draw the chart, which has at least one curve, into `target`. `references` are losses by label, drawn as dotted
+    lines. `note` is printed below the axes. `kind` is "png" or "svg"."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter
@@ -282,8 +282,8 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
-    """Return the lowest and the highest loss to show, with a margin. The steep first part of the curves is cut off if
-    it would take more than half of the height. High peaks and `references` far from the curves do not count."""
+    """Return the lowest and the highest loss to show, with a margin. `curves` is not empty. High peaks, a steep first
+    part of the curves, and `references` far from the curves may lie outside."""
     top = max(LEAST_PEAK, PEAK_RATIO * max(abs(curve.y[0]) for curve in curves))
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
     settled += [low for curve in curves for low in curve.low[-1:]]

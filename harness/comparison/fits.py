@@ -31,10 +31,12 @@ LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 
 def fits(table: RunsTable) -> Iterator[str]:
-    """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
-    over the global batch size. It is inconclusive if the runs differ by more than 2 % in the number of tokens, or in a
-    setting that must be equal (any outside LEFT_OPEN). The second fit is of device memory over microbatch size, both as
-    reported by others (reported.json)."""
+    """Yield a sentence on each fit that the runs allow.
+
+    - Test losses, or else validation losses, over the global batch size. The sentence says "inconclusive" if the
+      numbers of tokens differ by more than 2 %, or if a setting outside LEFT_OPEN differs.
+    - Device memory over the microbatch size, both from reported.json.
+    """
     columns = {column.key: column.cells for column in table.columns}
 
     def numbers(key: str) -> list[Any]:

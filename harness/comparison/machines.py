@@ -42,9 +42,8 @@ class KnownSpeed:
 
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
-    """Yield lines for a terminal: a table of one run's time and cost on each machine, and the reasons why a machine is
-    not in the table. The speeds come from the folders of `run` and `others`. Raises UserError if the price list or a
-    file of `run` is wrong."""
+    """Yield lines for a terminal: the time and cost of `run` on each machine of the price list `prices`. Speeds are
+    from the folders of `run` and `others`. Raises UserError if the price list or a file of `run` is wrong."""
     machines, work, name = read_machines(prices), _read_work(run, prices), run.path.name
     if isinstance(work, Inconclusive):
         yield from paragraph(f"{name} on other machines: {work}")
@@ -110,9 +109,8 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
 
 
 def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
-    """Return the model, train.json with defaults, the number of sequences per global batch (0: as the number of GPUs
-    will make it), and the number of tokens in the whole training of the run, which need not have been trained yet.
-    Returns Inconclusive if one of these is unknown."""
+    """Return the run's model, train.json with defaults, sequences per global batch (0: not fixed yet), and tokens of
+    the whole training. Returns Inconclusive if the number of tokens cannot be known."""
     if not run.train_json.exists():
         return Inconclusive("it has no train.json, which would say how much it trains on")
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
@@ -149,9 +147,8 @@ def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[st
 
 
 def known_speeds(run: RunDirectory, model: ModelConfig, train: Mapping[str, Any]) -> list[KnownSpeed]:
-    """Return the training speeds of `model` in a run's folder, at most two: the one that this program measured with the
-    kernels of `train`, and the one that others published (reported.json). Raises UserError if summary.json or
-    reported.json is wrong."""
+    """Return the training speeds of `model` in a run's folder: at most one that was measured with the kernels of
+    `train`, and one that others reported. Raises UserError if summary.json or reported.json is wrong."""
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None
     if summary and summary.has_shape(model) and same_kernels(summary.train, train):

@@ -1,8 +1,7 @@
 """Noise in measured losses, and estimates of differences with their uncertainty.
 
-Text noise comes from the choice of the text that a loss is measured on, and is estimated from the losses of the text's
-windows (its sequences of context length). Training noise comes from the seeds, and is estimated from runs that differ
-only in their seeds.
+- Text noise is due to the choice of the text. It is estimated from the losses of windows (sequences of context length).
+- Training noise is due to the seeds. It is estimated from runs that differ only in their seeds.
 """
 
 from __future__ import annotations
@@ -58,14 +57,12 @@ class LossEstimate:
 
 
 def text_noise(values: np.ndarray) -> LossEstimate | None:
-    """Return the mean of `values` as an estimate for all text of the same kind, or None if there are fewer than
-    FEWEST_WINDOWS. `values` has a loss, or a difference of losses, for each window in the order of the text, [windows].
-
-    The standard error is that of the means of contiguous batches (Schmeiser 1982, Operations Research 30: 556), because
-    neighboring windows are often from one document.
-    """
+    """Return the mean of `values` with its error by batch means (Schmeiser 1982, Operations Research 30: 556), or None
+    for fewer than FEWEST_WINDOWS. `values` has a loss, or a difference of losses, for each window in the order of the
+    text, [windows]."""
     if len(values) < FEWEST_WINDOWS:
         return None
+    # Batches are contiguous, because neighboring windows are often from one document.
     means = [batch.mean() for batch in np.array_split(values, BATCHES)]
     return LossEstimate(float(values.mean()), float(np.std(means, ddof=1)) / math.sqrt(BATCHES), BATCHES - 1)
 
@@ -77,17 +74,16 @@ def variance_of(losses: Sequence[float]) -> float:
 
 def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
     """Return the variance of a run's loss over seeds, Σ (loss − mean of its arm)² / Σ (n − 1), or None if no arm has
-    two runs. Each of the `arms` has the losses of n runs. This assumes that seeds spread the losses of all arms
-    equally."""
+    two runs. Each of the `arms` has the losses of n runs. The arms' true variances are assumed to be equal."""
     df = sum(len(losses) - 1 for losses in arms if len(losses))
     squares = sum(variance_of(losses) * (len(losses) - 1) for losses in arms if len(losses) > 1)
     return Variance(squares / df, df) if df > 0 else None
 
 
 def satterthwaite(value: float, parts: Sequence[Variance]) -> LossEstimate:
-    """Return the estimate of a difference `value` whose variance is the sum of the variances in `parts`. Its degrees of
-    freedom are Satterthwaite's (1946, Biometrics Bulletin 2: 110). With the variances of two mean losses, this is
-    Welch's t test (1947, Biometrika 34: 28)."""
+    """Return the estimate of a difference `value` whose variance is the sum of the `parts`. The degrees of freedom are
+    Satterthwaite's (1946, Biometrics Bulletin 2: 110). For two mean losses, this is Welch's t test (1947, Biometrika
+    34: 28)."""
     total = sum(part.value for part in parts)
     if total == 0:
         return LossEstimate(value, 0.0, min(part.df for part in parts))
@@ -95,9 +91,9 @@ def satterthwaite(value: float, parts: Sequence[Variance]) -> LossEstimate:
 
 
 def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the adjusted p-value of each comparison and the alpha for its interval, by Holm's method (1979,
-    Scandinavian Journal of Statistics 6: 65). The family-wise error rate is at most ALPHA. The interval excludes zero
-    if the adjusted p-value is below ALPHA."""
+    """Return the adjusted p-values and the alphas of the intervals, by Holm's method (1979, Scandinavian Journal of
+    Statistics 6: 65). The family-wise error rate is at most ALPHA. An interval excludes 0 if its adjusted p-value is
+    below ALPHA."""
     adjusted, alphas = [1.0] * len(p_values), [ALPHA] * len(p_values)
     highest, first_kept = 0.0, None
     for place, index in enumerate(sorted(range(len(p_values)), key=lambda each: p_values[each])):
@@ -113,11 +109,10 @@ def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
 def seeds_needed(
     spread: Variance, difference: float = DIFFERENCE_TO_DETECT
 ) -> tuple[int | None, int | None, int | None]:
-    """Return three estimates of the number of seeds that each of two configurations needs, so that a two-sided t test
-    at 5 % detects a difference of `difference` nats with a power of POWER. A number above MOST_SEEDS is None.
+    """Return the likely, the low and the high number of seeds per arm with which a two-sided t test at 5 % detects
+    `difference` nats with a power of POWER. A number above MOST_SEEDS is None.
 
-    The first assumes the estimated variance over seeds, `spread`; the second and the third assume the low and the high
-    end of its 95 % chi-squared interval.
+    The likely number is for the variance over seeds `spread`, the others for the ends of its 95 % chi-squared interval.
     """
     low, high = (spread.df / float(special.chdtri(spread.df, tail)) for tail in (ALPHA / 2, 1 - ALPHA / 2))
     likely, fewest, most = (_runs_for(difference, math.sqrt(factor * spread.value)) for factor in (1, low, high))
@@ -125,8 +120,8 @@ def seeds_needed(
 
 
 def _runs_for(difference: float, deviation: float) -> int | None:
-    """Return the smallest number of runs per configuration with which a t test detects a difference of `difference`
-    nats, or None if it is above MOST_SEEDS. `deviation` is the standard deviation of a run's loss over seeds."""
+    """Return the smallest number of runs per arm with which a t test detects `difference` nats, or None if it is above
+    MOST_SEEDS. `deviation` is the standard deviation of a run's loss over seeds."""
 
     def power(runs: int) -> float:
         """Return the probability that the test statistic, which has a noncentral t distribution, is significant."""

@@ -24,12 +24,11 @@ def render(
     baseline: str | None = None,
     made: str = "",
 ) -> str:
-    """Return the page's HTML. Escapes all text from files, because names of runs may come from other people.
-    `references` are losses by label, drawn as lines. `made` is a text with the time and the command that made the page.
-    """
+    """Return the page's HTML. All text from files is escaped. `references` are losses by label, drawn as lines. `made`
+    says when and by which command the page was made."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
+        autoescape=True,  # names of runs may come from other people
         undefined=StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
         trim_blocks=True,

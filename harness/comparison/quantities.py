@@ -1,6 +1,5 @@
-"""Quantities that a comparison shows of each run, such as losses, speed and cost. Numbers of different runs can be
-compared only if they have the same basis: the text or task that they were measured on. Every missing number has a
-reason."""
+"""Quantities that a comparison shows of each run, such as losses, speed and cost. Numbers can be compared only if they
+have the same basis (`Basis`). A missing number has a reason (`Inconclusive`)."""
 
 from __future__ import annotations
 
@@ -85,8 +84,8 @@ ByBasis = dict[Basis, dict[int, Measurement]]  # measurements of several runs, b
 
 
 def by_basis(values: Sequence[Values]) -> ByBasis:
-    """Return the measurements by basis and by the run's index in `values`. Bases with more runs come first, and of
-    equally many, those with more text. If a run has several measurements of one basis, the first counts."""
+    """Return the measurements by basis, and by the run's index in `values`. The basis of the most runs comes first. Of
+    bases with equally many runs, the one with the most text comes first."""
     found: ByBasis = {}
     for index, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:
@@ -103,16 +102,15 @@ def by_basis(values: Sequence[Values]) -> ByBasis:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Heading of a column and source of its numbers. `measure` returns a run's own number, its measurements, the reason
-    why it has none, or None if the number is not recorded. `report` gives the number that others reported: it is the
-    name of a figure in reported.json, the name of a property of `Reported`, or a function. It is "" if others report no
-    such number."""
+    """Heading of a column, and source of its numbers."""
 
     key: str  # in --sort and --json
     title: str
     unit: str
     style: str  # a format specification, MONEY or COUNT
-    measure: Callable[[RunRecord], Number | Values]
+    measure: Callable[[RunRecord], Number | Values]  # the run's own number or measurements, or why it has none
+    # The number that others reported: the name of a figure in reported.json, the name of a property of `Reported`, or a
+    # function. "" if others report no such number.
     report: str | Callable[[Reported, RunRecord], float | None] = ""
     lower_is_better: bool | None = None
     divisor: int = 1  # turns measured and reported numbers into the column's unit
@@ -224,12 +222,12 @@ def _best_loss(record: RunRecord) -> Number:
 
 
 def final_validation_losses(record: RunRecord) -> Values:
-    """Return the run's last validation loss, as a list of one measurement, or the reason why there is none. A finished
-    run's loss that is not finite is NaN, so that a verdict takes the run into account."""
+    """Return the run's last validation loss as one measurement, or the reason why there is none. If the run has
+    finished, a loss that is not finite is NaN."""
     summary, basis = record.summary, validation_basis(record)
     is_validated = record.train.get("validation_interval") is not None
     if is_validated and basis is not None and summary is not None and summary.final_validation_loss is None:
-        return [Measurement(math.nan, basis)]
+        return [Measurement(math.nan, basis)]  # so that a verdict takes the run into account
     return VALIDATION_LOSS.values(record)
 
 
@@ -266,16 +264,18 @@ def _text_words(result: LossResult) -> str:
 
 
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
-    """Return a dict from the basis of each result's test loss to the basis of its bits per byte. If the same text was
-    cut into different tokens, bits per byte can be compared, but test losses cannot.
+    """Return the basis of each result's bits per byte, by the basis of its test loss. Bits per byte of the same text
+    can be compared even if the tokenizers differ.
 
-    Results do not record whether two datasets with different tokenizers hold the same text. Two texts count as the same
-    under three conditions: the precision is the same; both were measured from the first token of a split of the same
-    name; and the measured numbers of bytes are known exactly and differ by at most a batch of MEASURED_BATCH sequences.
-    The numbers of bytes may differ, because the last tokens of a split are not measured if they do not fill a batch.
+    Two results with different tokenizers count as measured on the same text if all of this holds:
+
+    - The names of the splits are equal, and so are the precisions.
+    - Both texts begin at the first token of their split.
+    - The numbers of bytes are known exactly, and differ by at most those of MEASURED_BATCH sequences.
     """
     bases: dict[Basis, Basis] = {}
     firsts: list[tuple[LossResult, float | None, float]] = []  # result, bytes if known exactly, bytes of a window
+    # Results do not record whether texts of different tokenizers are the same.
     for result in results:
         text, size = result.text, None
         if result.bits_are_exact and result.bits_per_byte and result.loss is not None and not text.start_token:
@@ -286,6 +286,7 @@ def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
                 break
             is_retokenized = first.text.tokenizer != text.tokenizer and first.text.split == text.split
             is_alike = is_retokenized and first.precision == result.precision
+            # The last tokens of a split are not measured if they do not fill a batch.
             batch = MEASURED_BATCH * max(window, other_window)
             if is_alike and size and other_size and abs(size - other_size) <= batch:
                 break
@@ -303,12 +304,12 @@ def _measurements(
     read: Callable[[AnyResult], tuple[float | None, str] | None],
 ) -> Values:
     """Return a run's measurements from its results of the class `kind`, one for each basis, or the reason why there are
-    none. `read` returns a result's number and uncertainty, or None if the result does not have this quantity.
+    none. `read` returns a result's number and uncertainty, or None if the result lacks this quantity.
 
-    For each basis, one result is used: the best checkpoint is preferred to the latest, the latest to others, a higher
-    step to a lower one, and of one checkpoint, a newer result to an older one. If neither the best nor the latest
-    checkpoint of a finished run was measured, the basis is left out, because the number would not be that of the run's
-    end. Results of an earlier training (aside/) do not count.
+    - The result of the best checkpoint is used, else of the latest.
+    - If neither was measured, that of the highest step is used, but not for a finished run.
+    - Of several results of one checkpoint, the newest is used.
+    - Results of an earlier training (aside/) do not count.
     """
     best_step = record.summary.best_step if record.summary else None
     steps = record.summary.global_steps if record.summary else None
@@ -316,9 +317,8 @@ def _measurements(
     is_old = steps is not None and record.latest is not None and not record.latest.endswith(f"-iteration-{steps - 1}")
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
-        """Return True if `link` leads to these weights. If the checkpoints are on another machine (`link` is None) or
-        older than the summary, the step decides. If the step is not known either, return `recorded`, the state at the
-        time of the measurement."""
+        """Return True if `weights` are those of the checkpoint `link`. Without a current link, the global step `step`
+        decides, or else `recorded`."""
         if link is not None and not is_old:
             return weights.checkpoint == link
         return recorded if step is None or weights.global_step is None else weights.global_step == step
@@ -339,7 +339,7 @@ def _measurements(
         is_best, is_latest, *_ = preference(first)
         own = first.weights.checkpoint
         if record.state.word == "finished" and not is_best and not is_latest:
-            early.append(own)
+            early.append(own)  # the number would not be that of the run's end
             continue
         further = sorted({other.weights.checkpoint for other in others} - {own})
         which = "best" if is_best else "latest" if is_latest else "neither best nor latest"
@@ -408,9 +408,8 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
 
 
 def judging_basis(result: InstructionResult) -> Basis:
-    """Return the basis of an instruction score. Scores can be compared if the judge, its URL, the prompt, the
-    questions, the questions without a score and the number of repeats are the same. In addition, all answers must have
-    been judged together, or each model's alone."""
+    """Return the basis of an instruction score: the judge, its URL, the prompt, the questions, those without a score,
+    and the number of repeats. Scores of models that were judged together have a basis of their own."""
     missing = tuple(number for number, score in enumerate(result.scores, start=1) if score is None)
     identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, missing, result.repeats)
     some = f" without a score for {abbreviated([str(number) for number in missing])}" if missing else ""
@@ -446,9 +445,7 @@ def _benchmark(task: str, metric: str, record: RunRecord) -> Values:
 
 
 def _benchmark_while_training(task: str, metric: str, record: RunRecord) -> Values:
-    """Return the benchmark score of the last evaluation while training, or the reason why there is none. It is never
-    compared with a score by evaluate_benchmarks.py, because training does not record lm-eval's version. If its number
-    of examples or its precision is not recorded, it is compared with no other run's score."""
+    """Return the benchmark score of the last evaluation while training, or the reason why there is none."""
     event = next((each for each in record.benchmarks if (each.task, each.metric) == (task, metric)), None)
     if event is None or event.value is None:
         return Inconclusive("not measured while training" if event is None else "its score is not finite")
@@ -456,6 +453,8 @@ def _benchmark_while_training(task: str, metric: str, record: RunRecord) -> Valu
     asked = record.train.get("precision")
     precision = record.recorded("precision") or (None if asked == "auto" else asked)
     words = f"{examples} examples, in {precision or 'a precision not recorded'}, lm-eval's version not recorded"
+    # Training does not record lm-eval's version, so the basis differs from that of evaluate_benchmarks.py. If the
+    # number of examples or the precision is not known, the basis is the run's own.
     basis = Basis(("benchmarks while training", event.examples or record.name, precision or record.name), words)
     remark = f"measured while training, after global step {event.global_step:,}"
     return [Measurement(event.value, basis, remark, _error(event.stderr))]

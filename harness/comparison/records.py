@@ -47,11 +47,10 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class State:
-    """The state of a run, judged by the files in its folder and by its lock. `detail` is a line with the reason or the
-    progress, or ""."""
+    """State of a run, judged by the files in its folder and by its lock."""
 
     word: StateWord
-    detail: str = ""
+    detail: str = ""  # a line with the reason or the progress
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,7 @@ class RunRecord:
 
     @property
     def dataset(self) -> Mapping[str, Any]:
-        """The dataset as recorded: its name (key "name") and, by split, the number of tokens and their hash. Empty if
-        not recorded."""
+        """The dataset as `TrainingData.record` describes it. Empty if not recorded."""
         dataset = self.recorded("dataset")
         return dataset if isinstance(dataset, dict) else {}
 
@@ -217,8 +215,8 @@ class RunRecord:
 
 
 def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
-    """Return the runs with these names, paths or patterns (`lr-*`), each once, or all runs in `runs_dir` if `names` is
-    empty. Raises UserError if there is no run for a name, or none at all."""
+    """Return the runs that `names` select, each once. `names` are names, paths or patterns such as `lr-*`. Without
+    `names`, return all runs in `runs_dir`. Raises UserError if a name selects no run, or if there are no runs."""
     if not names and not known_runs(runs_dir):
         raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
     patterns = names or ("*",)
@@ -280,7 +278,8 @@ def _unfinished_state(
     held = is_held(run.lock_file)
     if not held and (end := _last_end(run)):
         return end
-    # The next process decides it after an interrupted evaluation, and at a last step, because the run may be extended.
+    # After an interrupted evaluation, the next process decides whether the run has diverged. The same is true after the
+    # last step, because the run may be extended.
     # With stop_if_diverged false, skipped steps alone end a run, at least max_skipped_steps of them.
     has_diverged = meta is not None and meta.has_diverged
     if meta is not None and (meta.interrupted_evaluation or meta.global_step == meta.last_step):

@@ -61,12 +61,11 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Value of one run in one column, and its text. An empty cell has the value None, an empty `text`, and the reason
-    as `remark`. The `remark` of any other cell is what a reader must know about the value."""
+    """Value of one run in one column, and its text."""
 
-    value: Any
-    text: str
-    remark: str = ""
+    value: Any  # None in an empty cell, or for a setting that is null
+    text: str  # "" in an empty cell
+    remark: str = ""  # what a reader must know about the value; in an empty cell, the reason
     is_reported: bool = False
 
 
@@ -137,9 +136,14 @@ class RunsTable:
         return cls(tuple(records), tuple(columns), tuple(quantity.title for quantity, those in found if not those))
 
     def sorted(self, key: str | None) -> RunsTable:
-        """Return the table sorted by the column `key`, the best value first, or by the runs' names if `key` is "name".
-        If `key` is None, sorts by the losses, in the order of LOSSES, or by the names if there are no losses. Raises
-        UserError if no column has the given key."""
+        """Return the table sorted by `key`:
+
+        - the key of a column: the best value comes first (see `Column.sort_key`)
+        - "name": by the runs' names
+        - None: by the losses, or by the runs' names if there are no losses
+
+        Raises UserError for any other `key`.
+        """
         named = {column.key: column for column in self.columns}
         by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))
@@ -200,7 +204,7 @@ def machine_of(record: RunRecord) -> str | None:
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     """Return a column for each setting or other fact of training with more than one value. A missing value does not
-    count as another value, because runs of an earlier version lack some keys."""
+    count as another value."""
     settings: list[dict[str, Any]] = []
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping) and "sha256" in split]
@@ -216,6 +220,7 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
         settings.append(known | {key: value for key, value in facts.items() if value is not None})
     columns = []
     for key in dict.fromkeys(key for each in settings for key in each):
+        # Runs of an earlier version lack some keys.
         if len({_as_text(each[key]) for each in settings if key in each}) > 1:
             cells = [Cell(None, "", UNKNOWN)] * len(records)
             rows = [row for row, each in enumerate(settings) if key in each]
@@ -234,8 +239,8 @@ def _as_text(value: object) -> str:
 
 
 def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
-    """Return the columns of a quantity: one for the basis (text or task) on which the most runs were measured, and one
-    for each other basis of two or more runs. Figures that others reported have columns of their own."""
+    """Return the columns of a quantity: one for the basis of the most runs, and one for each other basis of two or more
+    runs. Numbers that others reported have columns of their own."""
     values = [quantity.values(record) for record in records]
     found = by_basis(values)
     shown = {basis: runs for number, (basis, runs) in enumerate(found.items()) if number == 0 or len(runs) > 1}

@@ -31,16 +31,15 @@ Word = Literal["better", "worse", "inconclusive"]
 
 @dataclass(frozen=True)
 class Arm:
-    """One run, or several runs that differ only in their seeds. `losses` has the loss of each run in nats per token.
-    `windows` has for each run an array [windows], the loss of each window (sequence of context length), or is None if
-    these are not known for all runs; all arms of a comparison have equally many windows. `names` has the names of the
-    runs, for messages. `diverged` has the names of the arm's runs that have diverged."""
+    """One run, or several runs that differ only in their seeds."""
 
     name: str
-    losses: Sequence[float]
+    losses: Sequence[float]  # of each run, in nats per token
+    # For each run, the losses of the windows (sequences of context length), [windows]. None if not known for all runs.
+    # All arms of a comparison have equally many windows.
     windows: Sequence[np.ndarray] | None = None
-    names: Sequence[str] = ()
-    diverged: Sequence[str] = ()
+    names: Sequence[str] = ()  # of the runs, for messages
+    diverged: Sequence[str] = ()  # names of the arm's runs that have diverged
 
     @property
     def run_count(self) -> int:
@@ -64,8 +63,8 @@ class Arm:
 
     @cached_property
     def variance_by_text(self) -> float | None:
-        """The part of the variance between the losses of the arm's runs, in nats², that is due to the choice of the
-        text: other text would change these losses by different amounts. None if it is not known."""
+        """Part of the variance between the runs' losses that is due to the choice of the text, in nats². None with a
+        single run, or if too few windows' losses are known."""
         if self.windows is None or self.run_count < 2:
             return None
         estimates = [text_noise(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
@@ -105,24 +104,23 @@ class Verdict:
 
 
 def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
-    """Return a verdict on each arm against the baseline, in the order of `arms`. The verdicts have Holm's correction
-    for the number of arms that can be tested. The caller ensures that all losses are of one kind, such as test losses,
-    and of the same text, and that the runs of an arm differ only in the seed.
+    """Return a verdict on each arm against the baseline, in the order of `arms`, with Holm's correction for the number
+    of arms that can be tested. All losses must be of one kind and of the same text. The runs of an arm must differ only
+    in the seed.
 
-    - The arm and the baseline have two runs or more each: Welch's interval for training noise. Text noise is added if
-      it is known.
-    - The arm or the baseline has a single run: the spread over seeds is pooled from all arms that have replicates and
-      only finite losses. The interval is too narrow if the single run's arm is noisier than these.
-    - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
-      the interval for text noise, if that is known.
-    - The arm or the baseline has no run, or a loss that is not finite: inconclusive, and `difference` is None.
-    - The better one of the two has a run that diverged: inconclusive. A run that diverged before its end has no loss,
-      so that its arm looks too good.
+    A verdict is inconclusive in these cases:
 
-    With 3 to 5 runs per arm, 93.4 to 96.5 % of the 95 % intervals contain the true difference, for normal losses whose
-    standard deviations differ by up to a factor of 4. With 2 runs in an arm, 88 to 98 % do. With Holm's correction,
-    2 to 8 arms without effect give a false alarm in 1.5 to 5 % of experiments if all arms have the same number of runs
-    and their standard deviations differ by at most a factor of 2.
+    - The arm or the baseline has a flaw.
+    - Training noise is not known, or estimated as 0.
+    - The interval contains 0.
+    - The better one of the two has a run that diverged.
+
+    For normally distributed losses:
+
+    - If all arms have 3 to 5 runs, 93.4 to 96.5 % of the 95 % intervals contain the true difference. If an arm has 2
+      runs, 87 to 98 % do. The standard deviations may differ by a factor of 4.
+    - If all arms have equally many runs, 2 to 8 arms without effect give a false alarm in 1 to 5 % of experiments. The
+      standard deviations may differ by a factor of 2.
     """
     differences = [difference_of(baseline, arm, [baseline, *arms]) for arm in arms]
     estimates = [each.total if isinstance(each, Difference) else each for each in differences]
@@ -134,7 +132,7 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
             adjusted_p, alpha = corrected[index]
             verdict = _tested(baseline, arm, difference, difference.total, len(corrected), adjusted_p, alpha)
             better = {"better": arm, "worse": baseline}.get(verdict.word)
-            if better and better.diverged:
+            if better and better.diverged:  # a run that diverged early has no loss, so its arm looks too good
                 lost = Inconclusive(f"{abbreviated(better.diverged)}, of {better.name}, diverged")
                 verdict = replace(verdict, word="inconclusive", sentence=f"{arm.name} against {baseline.name}: {lost}")
             verdicts.append(verdict)
@@ -144,9 +142,13 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
 
 def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | Inconclusive:
-    """Estimate the mean loss of `arm` minus the mean loss of `baseline`. `arms` has all arms of the comparison, these
-    two included. If one of the two has a single run, the spread over seeds is pooled from all arms without a flaw.
-    Returns Inconclusive if one of the two has a flaw."""
+    """Estimate the mean loss of `arm` minus the mean loss of `baseline`. Returns Inconclusive if one of the two has a
+    flaw. `arms` has all arms of the comparison, these two included.
+
+    - If both have two runs or more, training noise is estimated as in Welch's test.
+    - If one of them has a single run, the spread over seeds is pooled from all arms without a flaw. The interval is too
+      narrow if the arm of the single run is noisier than the others.
+    """
     if flaw := arm.flaw or baseline.flaw:
         return Inconclusive(flaw)
     pair = (baseline, arm)
@@ -232,12 +234,11 @@ def _tested(
 
 
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Sequence[str] = ()) -> str:
-    """Return sentences on training noise (the spread of the loss over seeds), and on the number of seeds that it takes
-    to detect a difference of 0.01 nats, or the difference of an inconclusive verdict. `arms` are all compared arms,
-    including the baseline. `chance` names what their seeds change (see `Arms`).
+    """Return sentences on training noise (the spread over seeds), and on the number of seeds that it takes to detect
+    0.01 nats, or the difference of an inconclusive verdict. `arms` are all compared arms, including the baseline.
+    `chance` is that of `Arms`.
 
-    Each number is for a test of one arm against the baseline, without Holm's correction. The numbers leave out the text
-    noise that all runs share.
+    The numbers are for a test of one arm, without Holm's correction and without the text noise that all runs share.
     """
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:

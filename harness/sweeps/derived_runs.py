@@ -41,20 +41,17 @@ Changes = Mapping[str, JsonValue]
 
 @dataclass(frozen=True)
 class DerivedRun:
-    """A run whose folder need not exist yet. `model` and `train` are the contents of its model.json and train.json.
-
-    `parent` is the name of the run from which this run was derived, or "" for a base. `differs` has each setting in
-    which this run differed from its parent when it was derived, as {"base": value in the parent, "here": value in this
-    run}. `sweep` is the name of the sweep to which the run belongs, or None.
-    """
+    """A run that is derived from another run, or the base of such runs. The folder need not exist yet."""
 
     directory: RunDirectory
-    model: dict[str, Any]
-    train: dict[str, Any]
+    model: dict[str, Any]  # contents of model.json
+    train: dict[str, Any]  # contents of train.json
     model_config: ModelConfig
     train_config: TrainConfig
-    parent: str = ""
-    sweep: str | None = None
+    parent: str = ""  # name of the run from which this run was derived; "" for a base
+    sweep: str | None = None  # name of the sweep to which the run belongs
+    # Each setting in which this run differed from its parent when it was derived, as {"base": value in the parent,
+    # "here": value in this run}.
     differs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -80,9 +77,9 @@ class DerivedRun:
         return Experiment(self.directory, self.train_config, self.model_config, datasets_dir)
 
     def is_made(self) -> bool:
-        """Return True if the run's folder exists, and False if nothing is at its path. Keys that affect no result, such
-        as max_dollars, may have other values in the folder. Raises UserError if the path holds something else, such as
-        another run, or if a file of the run is damaged."""
+        """Return True if the run's folder exists, and False if nothing is at its path. Keys that affect no result may
+        have other values in the folder. Raises UserError if the path holds something else, such as another run, or if a
+        file is damaged."""
         folder, files = self.directory.path, (self.directory.train_json, self.directory.model_json)
         other = ""
         if not os.path.lexists(folder):
@@ -103,16 +100,17 @@ class DerivedRun:
         return True
 
     def check_startable(self, train_tokens: Sequence[int] | None = None) -> int:
-        """Raise UserError if training would refuse the run, however many processes train it. `train_tokens` are the
-        numbers of tokens in the train splits. With None, only problems that do not depend on the data are found. Return
-        the number of global steps with one process, or 0 if this number depends on the data and `train_tokens` is None.
+        """Raise UserError if training would refuse the run's settings, however many processes train it. Return the
+        number of global steps with one process.
 
-        The check assumes one process, because a run that can start with several processes can also start with one.
+        - `train_tokens` has the number of tokens in each train split. If it is None, the splits count as long enough.
+        - The result is 0 if `train_tokens` is None and the length of the run depends on the data.
+        - Validation splits and `initial_weights` are not checked.
         """
         experiment = self.experiment(self.directory.path)  # any folder will do, because no data is read
         with explained(f"{self.name}: "):
             experiment.check_together()
-            layout = experiment.layout(1)
+            layout = experiment.layout(1)  # a run that can start with several processes can also start with one
             if train_tokens is not None or self.train_config.min_train_tokens != -1:
                 enough = [COUNTABLE] * len(self.train_config.dataset_weights)
                 return experiment.position(layout, train_tokens or enough, None).total_steps
@@ -124,8 +122,8 @@ def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
 
 
 def unknown_key(keys: Iterable[str]) -> str | None:
-    """Return a message about the first of `keys` that is not a key of model.json or train.json, and the key probably
-    meant, if any. Return None if all of `keys` are known."""
+    """Return a message about the first of `keys` that is no key of model.json or train.json, or None if there is no
+    such key."""
     key = next((key for key in keys if key not in MODEL_KEYS and key not in TRAIN_KEYS), None)
     if key is None:
         return None
@@ -141,9 +139,8 @@ def unknown_key(keys: Iterable[str]) -> str | None:
 
 
 def load_base(runs_dir: Path, name: str) -> DerivedRun:
-    """Load a run from which other runs can be derived. In its train.json, keys of the lab notebook's training program
-    (harness/runs/upstream.py) are replaced by this program's keys. Raises UserError if the run does not exist or one of
-    its files is wrong."""
+    """Load a run from which other runs can be derived. Keys of the lab notebook's training program are replaced by this
+    program's keys. Raises UserError if the run does not exist or one of its files is wrong."""
     run = RunDirectory.find(runs_dir, name)
     model_config = load_model_config(run.model_json)
     has_experts = model_config.moe is not None
@@ -153,10 +150,15 @@ def load_base(runs_dir: Path, name: str) -> DerivedRun:
 
 
 def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
-    """Return a run called `name` with the settings of `base`, updated by `changes`. A change to None removes a key, so
-    that its default applies. A key that is given a value removes the keys that exclude it. `on_end` is not inherited.
-    An inherited relative path of `initial_weights` still leads to the same place. Raises UserError if `name`, a key or
-    a value is invalid."""
+    """Return a run called `name` with the settings of `base`, updated by `changes`. Nothing is written.
+
+    - A change to None removes a key: its default applies.
+    - A value for a key of ALTERNATIVES removes its alternatives. A value for `depth` removes the keys that it sets.
+    - `on_end` is not inherited.
+    - An inherited relative path of `initial_weights` still leads to the same place.
+
+    Raises UserError if `name`, a key or a value is invalid.
+    """
     if wrong := unknown_key(changes):
         raise UserError(wrong)
     run = RunDirectory(base.directory.path.parent / check_name(name, "run"))
@@ -188,12 +190,14 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
-    """Return the run that `derive` returns. If `changes` name datasets, all in `datasets_dir`, fit the run to them: it
-    gets their vocab_size unless its own fits, and validates on what their validation splits can fill (in a smaller
-    microbatch if necessary) or, if one is missing, not at all. If the train splits are too short for the budget, it
-    trains on all their tokens, with warmup_steps at most a tenth of its steps. `changes` take precedence.
+    """Return the run that `derive` returns, fitted to the datasets that `changes` name.
 
-    Raises UserError if `name`, a key or a value is invalid, or if training would refuse the fitted run.
+    - The vocabulary, validation, length and warm-up are fitted, as the help of derive_run.py describes.
+    - Keys in `changes` are never fitted.
+    - Nothing is fitted if `changes` name no dataset, or if a train split is missing in `datasets_dir`.
+
+    Raises UserError if `name`, a key or a value is invalid, or if training would refuse the fitted run's settings or
+    splits.
     """
     run = derive(base, name, changes)
     weights = run.train_config.dataset_weights
@@ -220,8 +224,8 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
 
 
 def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, JsonValue]:
-    """Return the changes that fit a run to its data's vocabulary and validation splits. Without validation_sequences,
-    the microbatch shrinks until the splits fill it, unless `given` sets it."""
+    """Return the changes that fit a run to its data's vocabulary and validation splits. Changes in `given` must take
+    precedence over them."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, data.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
@@ -249,9 +253,8 @@ def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, J
 
 
 def write_runs(runs: Sequence[DerivedRun]) -> None:
-    """Write the folders of all runs, or of none if one cannot be written. The folders must not exist yet. Raises
-    RunError if a folder cannot be written. If the process is killed, some folders may be missing, but none is
-    incomplete."""
+    """Write the folders of all runs, which must not exist yet. If a folder cannot be written, none is left, and
+    RunError is raised. If the process is killed, folders may be missing, but none is incomplete."""
     made: list[Path] = []
     try:
         for run in runs:

@@ -53,17 +53,16 @@ Settings = dict[str, JsonValue]
 
 
 class Sweep(BaseModel):
-    """Contents of a SWEEP.json, without the key "$schema". `vary` maps keys to lists of values, and each entry of
-    `together` sets several keys at once. There is one run for each combination of an entry of `together` with one value
-    of each key of `vary`. Either of the two may be left out."""
+    """Contents of a SWEEP.json, without the key "$schema". One run is made for each combination of an entry of
+    `together` with one value of each key of `vary`. Either `together` or `vary` may be left out."""
 
     model_config = ConfigDict(title="SWEEP.json", frozen=True, strict=True, extra="forbid")
 
     base: str = Field(min_length=1)  # the run to derive from
     name: str | None = None  # the runs' names begin with it; None: the name of the file
     set: Settings = {}  # for all runs; entries of `together` can change these
-    vary: dict[str, list[JsonValue]] = {}
-    together: list[Settings] = []
+    vary: dict[str, list[JsonValue]] = {}  # lists of values, by key
+    together: list[Settings] = []  # each entry sets several keys at once
     # Ceilings of `sweep_runs.py run`, for all runs together.
     max_hours: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     max_dollars: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -121,9 +120,9 @@ class Sweep(BaseModel):
         return self
 
     def points(self) -> Iterator[tuple[Settings, Settings]]:
-        """Yield two dicts for each run: the settings that appear in its name, and all settings that the sweep changes
-        in the base. If an entry of `together` has a name, that name appears in place of the entry's settings. The last
-        key of `vary` changes fastest."""
+        """Yield two dicts for each run: the settings that appear in its name, and all settings that the sweep changes.
+        In the first dict, the name of an entry of `together` replaces its settings. The last key of `vary` changes
+        fastest."""
         for entry in self.together or [{}]:
             shown = {ENTRY_NAME: entry[ENTRY_NAME]} if ENTRY_NAME in entry else entry
             changed = {key: value for key, value in {**self.set, **entry}.items() if key != ENTRY_NAME}
@@ -133,10 +132,11 @@ class Sweep(BaseModel):
 
 
 def labels(points: list[Settings]) -> list[str]:
-    """Return a label for each point (the settings that appear in a run's name). Labels differ if the points differ, and
-    consist of letters, digits and _ . + -. If points are added, the labels of the old points do not change, unless a
-    new point would get the same label. A label ends in a hash if it would otherwise be too long, or the same as another
-    label."""
+    """Return a label for each point (the settings that appear in a run's name), of letters, digits and _ . + -.
+
+    - Different points have different labels. Labels that would be too long or the same end in a hash.
+    - An additional point changes only labels that would be the same as its own.
+    """
     written = ["-".join(_part(key, value) for key, value in point.items()) or "base" for point in points]
     often, found = Counter(written), []
     for label, point in zip(written, points, strict=True):
@@ -159,7 +159,7 @@ def _part(key: str, value: JsonValue) -> str:
 
 @dataclass(frozen=True)
 class SweepRuns:
-    """A SWEEP.json and its derived runs, which have been checked. The folders of the runs need not exist yet."""
+    """A SWEEP.json and its derived runs, whose folders need not exist yet."""
 
     path: Path
     name: str
@@ -168,9 +168,8 @@ class SweepRuns:
     max_dollars: float | None = None
 
     def missing(self) -> list[DerivedRun]:
-        """Return the runs whose folders do not exist yet, after checking all of them without their data, so that all or
-        none are written. Raises UserError if training would refuse one of them, or if a run's path holds something
-        else."""
+        """Return the runs whose folders do not exist yet. Raises UserError if `check_startable` refuses one of these
+        runs, or if something else is at the path of a run."""
         found = [run for run in self.runs if not run.is_made()]
         for run in found:
             with explained(f"{self.path}: makes "):
@@ -178,8 +177,8 @@ class SweepRuns:
         return found
 
     def overruled(self) -> list[str]:
-        """Return a note, in lines, on keys that affect no result and have other values in the folder of an unfinished
-        run than in the sweep. All folders must have been made. Raises UserError if a file in them is damaged."""
+        """Return the lines of a note on keys that differ between the sweep and the folders of unfinished runs, or [].
+        All folders must have been made. Raises UserError if a file in one of the folders is damaged."""
         found: dict[str, list[str]] = {}  # names of runs, by the key
         for run in (each for each in self.runs if not each.directory.summary.exists()):
             there = run.settings_there()
@@ -191,8 +190,8 @@ class SweepRuns:
 
 
 def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
-    """Read a SWEEP.json, derive its runs and check them. Raises UserError if the file, its base run or a derived run is
-    wrong, or if two derived runs are the same."""
+    """Read a SWEEP.json and derive its runs. Raises UserError if the file, its base run or a derived run is wrong, or
+    if two derived runs are the same."""
     sweep = parse_config(Sweep, read_json_object(path), path)
     name = path.stem if sweep.name is None else sweep.name
     with explained(f'{path}: key "name" (by default the file\'s name): '):

@@ -33,13 +33,12 @@ TAIL_LINES, TAIL_COLUMNS = 5, 400  # of a log: enough for the error in the last 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of one run. `said` has the loss, time and cost of a finished run, or else the run's progress or what is
-    wrong; it may be empty. `dollars` is what the run has cost so far, or 0 if that is not known."""
+    """Status of one run of a sweep."""
 
     run: DerivedRun
     state: StateWord
-    said: str = ""
-    dollars: float = 0.0
+    said: str = ""  # loss, time and cost of a finished run; otherwise the progress or what is wrong; may be empty
+    dollars: float = 0.0  # that the run has cost so far; 0 if that is not known
     seconds: float = 0.0  # that training has taken so far, as the run records; 0 if it records nothing
 
     @property
@@ -49,8 +48,11 @@ class Status:
 
 
 def status_of(run: DerivedRun) -> Status:
-    """Return the status of a sweep's run. The state is "not made" if the run has no folder, and "damaged" if its path
-    holds something else or its files cannot be read. Otherwise it is the state that compare_runs.py prints."""
+    """Return the status of a sweep's run. Its state is that of compare_runs.py, or one of these:
+
+    - "not made": nothing is at the run's path.
+    - "damaged": something else is at the path, or a file cannot be read.
+    """
     try:
         if not run.is_made():
             return Status(run, "not made")
@@ -117,16 +119,14 @@ def visible_gpus() -> list[str]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Remaining work of one run. `seconds` is None if the speed or the run's length is not known. `dollars`, the cost
-    of the whole machine for that time, is also None if the price is not known. `price` describes the price per hour and
-    its source, or says why there is none."""
+    """Remaining work of one run."""
 
     run: DerivedRun
     plan: Plan
     speed: PlannedSpeed
-    seconds: float | None
-    dollars: float | None
-    price: str
+    seconds: float | None  # up to the run's own ceilings; None if the speed or the run's length is not known
+    dollars: float | None  # cost of the whole machine for that time; None if `seconds` or the price is not known
+    price: str  # the price per hour in words, with its source, or why there is none
 
 
 class Planner:
@@ -136,9 +136,8 @@ class Planner:
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
     ) -> None:
-        """If `processes` is None, divide the GPUs of this machine among the groups; each run gets at least one process.
-        `assumed` has the options of ddp_train.py that begin with --assume. Raises UserError if two of them exclude each
-        other."""
+        """Raise UserError if two of the `assumed` options (those of ddp_train.py that begin with --assume) exclude each
+        other. If `processes` is None, the GPUs of this machine are divided among the groups."""
         self.datasets_dir = datasets_dir
         self.groups = groups
         self.processes = processes or max(1, len(visible_gpus()) // groups)
@@ -181,10 +180,10 @@ class SweepPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Largest number of bytes that the checkpoints of the runs in `left` can still need at a time: what each run
-        keeps at its end, plus the largest temporary needs of as many runs as are trained at a time. Runs of unknown
+        """Largest number of bytes that the checkpoints of the runs in `left` can still need at a time. Runs of unknown
         length are left out."""
         plans = [each.plan for each in self.left if each.plan.position is not None]
+        # What each run keeps at its end, and the largest temporary needs of as many runs as are trained at a time.
         stay = [plan.added_checkpoints(at_end=True) * plan.checkpoint_bytes() for plan in plans]
         more = (plan.disk_bytes() - size for plan, size in zip(plans, stay, strict=True))
         return sum(stay) + sum(heapq.nlargest(self.planner.groups, more))
@@ -244,8 +243,8 @@ def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
 
 
 def _table(plan: SweepPlan) -> list[str]:
-    """Return the lines of a table with a row for each run that is left to train. A run's cost is the machine's cost for
-    the run's time, divided by the number of groups, because the groups share the machine."""
+    """Return the lines of a table with a row for each run that is left to train. A row's cost is the share of one group
+    in the machine's cost."""
     rows = []
     for name, each in zip(cut_names([each.run.name for each in plan.left]), plan.left, strict=True):
         time = "unknown" if each.seconds is None else duration(each.seconds)

@@ -1,8 +1,5 @@
 """Execution of a sweep: each run is trained by a ddp_train.py process of its own, one run after another or several at a
-time.
-
-The state of each run is read from its folder, so that a sweep that was killed can simply be started again.
-"""
+time. A run's state is read from its folder, so a killed sweep can be started again."""
 
 from __future__ import annotations
 
@@ -69,8 +66,8 @@ def show(text: str) -> None:
 
 def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
     """Divide the machine's GPUs, or its cores if it has no GPUs, into `groups` groups. Each group trains one run at a
-    time, with `processes` processes. A single group gets the whole machine, like a run outside a sweep. Raises
-    UserError for several groups if the machine has GPUs, but too few."""
+    time, with `processes` processes. A single group gets the whole machine. Raises UserError for several groups if
+    there are GPUs, but too few."""
     if groups == 1:
         return [("", {})]
     gpus, wanted = visible_gpus(), groups * processes
@@ -87,10 +84,11 @@ def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
 
 
 def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, float]]:
-    """Return the start, in seconds since 1970, and the duration, in seconds, of each attempt of earlier sweeps to train
-    the run, from its sweep.log. The log has no duration of an attempt whose sweep was killed. `recorded` is the number
-    of seconds that the run itself has recorded. Its excess over the logged durations is divided among the attempts
-    without a duration, the last one first. Raises UserError if the log has a date that does not exist."""
+    """Return the start (seconds since 1970) and the duration (seconds) of each earlier attempt in the run's sweep.log.
+
+    An attempt whose sweep was killed has no duration in the log. Its duration is estimated from `recorded`, the seconds
+    that the run itself has recorded. Raises UserError if the log has a date that does not exist.
+    """
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     begins: list[float] = []
@@ -114,10 +112,15 @@ def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, floa
 
 
 def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, float]:
-    """Return what earlier commands have spent: the dollars of each run at the price of the whole machine, by the run's
-    name; the dollars of all runs together; and the seconds for which sweeps have used the machine. The totals count
-    overlapping time once. Training outside of sweeps adds to the dollars, but not to the seconds. Raises UserError if a
-    sweep.log has a date that does not exist."""
+    """Return the time and cost of earlier commands:
+
+    - the dollars of each run at the price of the whole machine, by the run's name
+    - the dollars of all runs together
+    - the seconds for which sweeps have used the machine
+
+    The last two count overlapping time once. Training outside of sweeps adds to the dollars, but not to the seconds.
+    Raises UserError if a sweep.log has a date that does not exist.
+    """
     by_run: dict[str, float] = {}
     attempts: list[tuple[float, float, float]] = []
     dollars = seconds = end = 0.0
@@ -137,19 +140,16 @@ def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, 
 
 @dataclass
 class Attempt:
-    """A run that is being trained on the devices `group`. `tokens` is the number of tokens that the run will have seen
-    at its end, or None if that is not known. `dollars_before` is what the run had cost when the attempt began.
-    `dollars_at_end` is its planned cost at the end, or `dollars_before` if that is unknown. Both count the whole
-    machine's price. `is_stopped` is True once the sweep has asked the process to stop."""
+    """A run that is being trained on the devices `group`. All dollars are at the price of the whole machine."""
 
     run: DerivedRun
     group: DeviceGroup
     process: subprocess.Popen[bytes]
-    tokens: int | None
-    dollars_before: float
-    dollars_at_end: float
+    tokens: int | None  # that the run will have seen at its end; None if not known
+    dollars_before: float  # cost of the run when the attempt began
+    dollars_at_end: float  # planned cost of the run at its end; `dollars_before` if not known
     began: float = field(default_factory=time.monotonic)
-    is_stopped: bool = False
+    is_stopped: bool = False  # True once the sweep has asked the process to stop
 
     def seconds(self) -> float:
         """Return the seconds since the attempt began."""
@@ -162,9 +162,8 @@ class Attempt:
 
 
 def _end_with_parent() -> None:
-    """Make Linux send SIGTERM to this process when its parent process ends, so that this process stops with a
-    checkpoint if the sweep is killed. On other systems the run continues, and a sweep that is started again waits for
-    it."""
+    """Make Linux send SIGTERM to this process when its parent process ends. If a sweep is killed, its runs then stop
+    with a checkpoint. On other systems the runs continue, and a sweep that is started again waits for them."""
     if sys.platform == "linux":
         C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -176,10 +175,12 @@ def _note(run: DerivedRun, *lines: str) -> None:
 
 
 class SweepRunner:
-    """Runner that trains the unfinished runs, but not those that have diverged or are damaged.
+    """Runner of all runs of a sweep that need training (`Status.needs_training`).
 
-    `script` is ddp_train.py. `max_dollars` limits the cost of all `runs` together, including all that they have cost
-    before. `max_hours` limits the time for which sweeps train them, including earlier sweeps.
+    - The folders of the `runs` must exist before `run` is called.
+    - `script` is the path of ddp_train.py.
+    - `max_dollars` limits the cost of all `runs` together, earlier costs included.
+    - `max_hours` limits the time for which sweeps train the `runs`, earlier sweeps included.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class SweepRunner:
         max_hours: float | None = None,
     ) -> None:
         """Raise UserError if `max_dollars` is given and a run has no price, if GPUs are too few for several groups, or
-        if a sweep.log is damaged."""
+        if a run's train.json or sweep.log is damaged."""
         runs = [run.as_made() for run in runs]
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
@@ -223,6 +224,7 @@ class SweepRunner:
                 planned = None
                 with suppress(UserError):  # if training refuses the run, the run's process will print the error
                     planned = self.planner.plan(run)
+                # After a message no further run is started, not even a cheaper one.
                 self.stop_reason = self._why_unaffordable(run, planned)
                 if self.stop_reason is None:
                     self._start(run, planned)
@@ -251,8 +253,8 @@ class SweepRunner:
             self._note_signal(signal.SIGHUP)
 
     def _stop_if_due(self) -> None:
-        """If a signal has arrived, or `max_dollars` or `max_hours` is spent, start no more runs, and ask the runs under
-        way to write a checkpoint and end."""
+        """Start no more runs, and ask the runs under way to write a checkpoint and end, if a signal has arrived, or if
+        `max_dollars` or `max_hours` is spent."""
         if self.signal:
             self.stop_reason = f"stopped by {signal.Signals(self.signal).name}"
         elif self.max_dollars is not None and self.spent >= self.max_dollars:
@@ -269,15 +271,16 @@ class SweepRunner:
             attempt.process.terminate()
 
     def _next_run(self) -> DerivedRun | None:
-        """Return the first waiting run that can be started now. A run cannot be started while another process on this
-        machine trains it, or while a run under way may be downloading its data.
+        """Return the first waiting run that can be started now, or None. A run has to wait in these cases:
 
-        A run that another machine may be training counts as one that can be started. The process that is started for it
-        fails if the other machine has the lock.
+        - Another process on this machine trains it.
+        - A run under way may be downloading a dataset that the run needs, too.
         """
         downloading = {name for attempt in self.attempts for name in attempt.run.train_config.dataset_weights}
         for run in self.waiting:
-            if is_held(run.directory.lock_file):  # None, which means unknown, if the owner is on another machine
+            # None, which means unknown, if the owner is on another machine. If that machine holds the lock, the run's
+            # process fails.
+            if is_held(run.directory.lock_file):
                 if run.name not in self._said_waiting:
                     self._said_waiting.add(run.name)
                     say(f"{run.name}: is being trained by another process; waiting for it")
@@ -290,9 +293,8 @@ class SweepRunner:
         return None
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str | None:
-        """Return a message if `max_dollars` is spent, or would be exceeded by the end of `run` and of the runs under
-        way, and None if not. After a message no further run is started, not even a cheaper one. A run of unknown cost
-        counts as free."""
+        """Return a message if `max_dollars` is spent, or too low to finish `run` and the runs under way. Return None if
+        `run` may start. A run of unknown cost counts as free."""
         if self.max_dollars is None:
             return None
         wanted = (planned.dollars if planned else None) or 0.0
@@ -306,8 +308,8 @@ class SweepRunner:
         return f"max_dollars ({amount_text(self.max_dollars)}): ${amount_text(self.spent)} is spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
-        """Start the run's process on a free group of devices, or print why it cannot be started. The process's output
-        is appended to the run's sweep.log. `planned` is the run's plan, or None if the run cannot be planned."""
+        """Start the run's process on the first of the `free_groups`, or print why it cannot be started. `planned` is
+        the run's plan, or None if the run cannot be planned."""
         self.waiting.remove(run)
         name, variables = group = self.free_groups.pop(0)
         try:
@@ -363,10 +365,10 @@ class SweepRunner:
         return f"{place}, {attempt.run.name}: {describe_progress(progress, attempt.tokens)}"
 
     def _count(self, attempt: Attempt, status: Status) -> None:
-        """Update `dollars` for the run of `attempt`, and add to `spent` the increase of `dollars` divided by the number
-        of runs under way, which share the machine's cost. It is not divided by the number of device groups, because a
-        group without a run does not make the machine cheaper."""
+        """Update `dollars` for the run of `attempt`. Add the increase, divided by the number of runs under way, to
+        `spent`. The `attempt` must still be in `attempts`."""
         dollars = max(status.dollars, attempt.dollars())
+        # Not divided by the number of groups, because a group without a run does not make the machine cheaper.
         self.spent += (dollars - self.dollars[attempt.run.name]) / len(self.attempts)
         self.dollars[attempt.run.name] = dollars
 
