@@ -30,16 +30,15 @@ def device_name(device: torch.device) -> str:
 
 
 def choose_device(local_rank: int, local_size: int) -> torch.device:
-    """Return the device for rank `local_rank` of the `local_size` ranks on this machine: CUDA device `local_rank`, or
-    the CPU if torch finds no GPU. Makes the CUDA device torch's current device.
+    """Return CUDA device `local_rank`, or the CPU if torch finds no GPU. Makes the CUDA device torch's current device.
 
-    Raises UserError if there are fewer CUDA devices than ranks, or if another process has taken this rank's device.
-    Also raises UserError if a CUDA build of torch cannot use GPUs that the user has not hidden: nobody wants to pay for
-    GPUs and train on the CPU.
+    `local_size` is the number of ranks on this machine. Raises UserError if the visible GPUs are too few for the ranks,
+    if this rank's GPU fails or is nearly full, or if a CUDA build of torch cannot use GPUs that are not hidden.
     """
     if not torch.cuda.is_available():
         found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        # nobody wants to pay for GPUs and train on the CPU
         if found and visible not in ("", "-1") and torch.version.cuda is not None:
             try:
                 torch.cuda.init()

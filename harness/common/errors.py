@@ -1,9 +1,5 @@
-"""Exceptions whose messages the user sees, and the exit of this process with one line instead of a traceback. Also
-handles signals that ask the process to stop, and output that nobody reads any more.
-
-The main thread (`one_line_errors`), the watchdog, and the thread that waits for the end of the launcher can each end
-the process because of a fault. They share `EXIT`, so that only one of them prints the reason.
-"""
+"""Exceptions that end this process with one line instead of a traceback, signals that ask it to stop, and output that
+nobody reads any more."""
 
 from __future__ import annotations
 
@@ -78,8 +74,11 @@ class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
     for the user."""
 
     def __init__(self, reason: int, interrupted_evaluation: str | None = None) -> None:
-        """Store the reason, which is the signal's number or a key of STATUSES. `interrupted_evaluation` is "validation"
-        or "benchmarks" if that evaluation of the last completed step was interrupted, and otherwise None."""
+        """Store `reason`, the signal's number or a key of STATUSES.
+
+        If an evaluation of the last completed step was interrupted, `interrupted_evaluation` is "validation" or
+        "benchmarks".
+        """
         super().__init__(reason, interrupted_evaluation)
         self.reason = reason
         self.interrupted_evaluation = interrupted_evaluation
@@ -114,18 +113,19 @@ def tell_how_to_continue(undoing: str | None) -> None:
 def one_line_errors() -> Iterator[None]:
     """Context manager for a command: end this process with one line instead of a traceback if the body fails.
 
-        end of the body           on standard error                                           exit status
-        normal                    nothing                                                     0
-        UserError                 its message, once per machine                               2, or 128 + signal
-        RunError                  its message                                                 1
-        PeerError                 its message, unless another rank's comes first              1, or 128 + signal
-        RunStopped                nothing, because the body or the launcher prints a message  its own
-        BrokenPipeError           nothing                                                     128 + SIGPIPE
-        OSError                   the file and the system's reason                            1
-        KeyboardInterrupt         the signal's name and how to continue, once per machine     128 + signal
-        any other, in a rank      the traceback, because it is a bug                          1
+        end of the body      on standard error                                   exit status
+        normal               nothing                                             0
+        UserError            its message, once per machine                       2, or 128 + signal
+        RunError             its message                                         1
+        PeerError            its message, unless another rank's comes first      1, or 128 + signal
+        RunStopped           nothing: the body or the launcher prints a message  its own
+        BrokenPipeError      nothing                                             128 + SIGPIPE
+        OSError              the file and the system's reason                    1
+        KeyboardInterrupt    the signal and how to continue, once per machine    128 + signal
+        any other Exception  the traceback                                       1
 
-    If there are several ranks, this process exits here even after a normal end of the body.
+    `signal` is the number of the signal that stops this process. If there are several ranks, this process exits here
+    even after a normal end of the body.
     """
     # A process without other ranks prints its error whatever LOCAL_RANK says, since no other rank would.
     is_first = launcher_number("LOCAL_WORLD_SIZE", 1) < 2 or launcher_number("LOCAL_RANK", 0) == 0
@@ -169,16 +169,15 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
-    """Print the message of `end`, unless it is RunStopped or another thread has printed a reason, and exit.
+    """Print the message of `end`, and exit. Prints nothing for RunStopped, or if a reason has been printed already.
 
-    Another rank prints the reason for a PeerError. A wrong file makes all ranks of a machine raise the same UserError,
-    which the first rank prints (`is_first`). A rank that leaves the message to another rank still prints its own if its
-    launcher has not ended it after SPEAKER_PATIENCE_SECONDS.
+    `is_first` is true in the first or only rank of this machine.
     """
     if isinstance(end, PeerError):
         EXIT.has_lost_peer = True
     else:
         EXIT.has_own_reason = True
+    # Another rank prints the reason. A wrong file makes all ranks of a machine raise the same UserError.
     if isinstance(end, PeerError) or (isinstance(end, UserError) and not is_first):
         for number in STOPPING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -206,11 +205,11 @@ def launcher_number(name: str, default: int) -> int:
 
 
 def place_of(error: OSError) -> str | None:
-    """Return the file that could not be read or written, or "standard output", or None if unknown.
+    """Return the file of a failed read or write, "standard output", or None if unknown.
 
-    The error of a failed write names no file. In this case, an empty line is printed to find out whether standard
-    output fails.
+    If `error` names no file, an empty line is printed to find out if standard output fails.
     """
+    # The error of a failed write names no file.
     if error.filename is None:
         try:
             print(flush=True)
@@ -225,8 +224,8 @@ def printable(text: str) -> str:
 
 
 def tell_soon(reason: str, kind: str = "error") -> None:
-    """Print on standard error, in one line, why this process ends, or a message of another `kind`. Returns after at
-    most TELLING_SECONDS, even if the write still blocks (full pipe, paused terminal), and even if it fails."""
+    """Print `reason` on standard error, in one line that begins with `kind`. Returns after at most TELLING_SECONDS,
+    even if the write still blocks (full pipe, paused terminal)."""
     line = f"\n{kind}: {printable(reason)}"  # on a line of its own, not behind a progress bar
     telling = threading.Thread(target=say_last, args=(line,), daemon=True)
     telling.start()
@@ -258,8 +257,8 @@ def _mark_of_the_end() -> Path | None:
 
 
 def end_for_good(status: int) -> None:
-    """Make the ranks that torchrun starts again on this machine exit with `status`, by `exit_if_ended`. torchrun
-    (--max-restarts) takes an orderly stop for a failure, because the exit status is not 0."""
+    """Make the ranks that torchrun starts again on this machine exit with `status`, by `exit_if_ended`."""
+    # torchrun (--max-restarts) takes an orderly stop for a failure, because the exit status is not 0.
     if mark := _mark_of_the_end():
         with suppress(OSError):
             mark.write_text(str(status))
@@ -344,11 +343,13 @@ class DetachableOutput(io.FileIO):
 
 
 def survive_closed_output(when_gone: Callable[[], None]) -> None:
-    """Replace standard output and standard error by streams that drop all output once they have no reader, because a
-    failed write would end hours of training without a checkpoint. Calls `when_gone` once for each stream that loses its
-    reader."""
+    """Replace standard output and standard error by streams that drop all output once they have no reader.
+
+    Each stream that loses its reader calls `when_gone` once, in the thread that prints.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         stream.flush()
+        # A failed write would end hours of training without a checkpoint.
         buffer = io.BufferedWriter(DetachableOutput(stream.fileno(), when_gone))
         setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))

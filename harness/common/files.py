@@ -69,12 +69,10 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
-    """Yield the path of a hidden draft file for the body to write; then flush the file to disk and rename it to
-    `final`.
+    """Yield the path of a draft file for the body to write, then flush the draft to disk and rename it to `final`.
 
-    If the body fails, the draft is removed and `final` is unchanged. By default, the draft is beside `final`, with this
-    process's pid in its name; `draft` sets another path on the same file system. If `final` is a symbolic link,
-    the link is replaced, and its target is unchanged. Raises OSError if `final` is a folder or a device.
+    `draft` must be on the file system of `final`. By default, it is a hidden file beside `final`. If the body fails,
+    the draft is removed. A symbolic link `final` is replaced, not its target.
     """
     if final.exists() and not final.is_file() and not final.is_dir():  # a rename would replace a device like /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(final))
@@ -93,7 +91,7 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """Yield a hidden draft folder beside `final` for the body to fill; then flush it to disk and rename it to `final`.
+    """Yield a draft folder for the body to fill, then flush the draft to disk and rename it to `final`.
 
     If the body fails, the draft is removed. Raises OSError if `final` exists and is not an empty folder.
     """
@@ -116,8 +114,8 @@ def free_draft_path(final: Path) -> Path:
 
 
 def draft_prefix(final: Path) -> str:
-    """Return the prefix of the names of this host's drafts of the folder `final`. In each name it is followed by the
-    pid of the process that writes the draft."""
+    """Return the prefix of the names of this host's drafts of the folder `final`. In a name, the pid of the writing
+    process follows the prefix."""
     return f".{final.name}.partial-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 
@@ -181,8 +179,8 @@ def user_cache() -> Path:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it is a plain file name, as SAFE_NAME says, and not too long. Otherwise raises UserError with a
-    message that begins with `what`."""
+    """Return `name` if it matches SAFE_NAME and is not too long. Otherwise raises UserError with a message that begins
+    with `what`."""
     if len(name) > LONGEST_NAME:
         raise UserError(f"{what} {name[:20]!r}…: longer than {LONGEST_NAME} characters; shorten it")
     if not SAFE_NAME.fullmatch(name):

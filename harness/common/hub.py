@@ -53,16 +53,16 @@ class HubWork:
         return UserError(line)
 
     def call(self, function: Callable[[], Result], *, retries: int = 1) -> Result:
-        """Call `function`, which uses huggingface_hub, and return its result. Calls it again, up to `retries` times, if
-        it fails and a retry can help. Raises UserError if the last call fails.
+        """Call `function`, which uses huggingface_hub, and return its result.
 
-        huggingface_hub's own retries miss a connection reset while a response is read, and any failure of the first
-        request. Every Exception is caught, because the errors of httpx, xet and the operating system have no other
-        common base class.
+        If the call fails and a retry can help, `function` is called again, at most `retries` times. Raises UserError
+        for any Exception of the last call.
         """
+        # huggingface_hub's own retries miss a connection reset while a response is read, and any failure of the first
+        # request.
         try:
             return function()
-        except Exception as error:
+        except Exception as error:  # the errors of httpx, xet and the system have no other common base class
             problem, remedy, is_transient = self._explain(error)
             if not (is_transient and retries):
                 raise self.failed(problem, remedy) from None
@@ -70,8 +70,8 @@ class HubWork:
         return self.call(function, retries=retries - 1)
 
     def _explain(self, error: BaseException) -> tuple[str, str, bool]:
-        """Return the problem, the remedy, and True if a retry can help. Examines the causes of `error`, too, because
-        huggingface_hub wraps errors in others that say less."""
+        """Return the problem, the remedy, and True if a retry can help."""
+        # The causes are examined, too, because huggingface_hub wraps errors in others that say less.
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, hub_errors.HfHubHTTPError):
@@ -114,11 +114,10 @@ class HubWork:
 
 
 def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[RepoSibling]]:
-    """Return the commit hash of a dataset's `revision` (by default the newest commit), and its files with their hashes,
-    without IGNORED_FILES.
+    """Return the commit hash of a dataset's `revision` (None: the newest commit), and its files with the Hub's hashes.
 
-    Raises UserError if the Hub cannot be read, if no file is left, or if a file's path leads out of the download
-    folder. With such a path, a hostile endpoint could have any file of this machine overwritten.
+    IGNORED_FILES are left out. Raises UserError if the Hub cannot be read, if no file is left, or if a path leads out
+    of the download folder.
     """
     info = work.call(
         lambda: huggingface_hub.HfApi().dataset_info(
@@ -133,6 +132,7 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
     if info.sha is None or not files:
         raise work.failed("the repository holds no files", work.by_hand)
     for path in (file.rfilename for file in files):
+        # With such a path, a hostile endpoint could have any file of this machine overwritten.
         if "\0" in path or any(part in {"", ".", ".."} for part in path.split("/")):
             problem = f"the repository lists {path!r}, which leads out of the dataset's folder"
             raise work.failed(problem, f"check HF_ENDPOINT; or {work.by_hand}")
@@ -140,17 +140,14 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
 
 
 def find_fault(path: Path, file: RepoSibling) -> str | None:
-    """Return as text what is wrong with a downloaded file (missing, or another hash than the Hub's), or None if no
-    fault is found.
-
-    The hash is SHA-256 for an LFS file, and the SHA-1 of the git blob for others
-    (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects).
-    """
+    """Return the fault of a downloaded file as text (missing, or another hash than the Hub's), or None if there is
+    none."""
     if not path.is_file():
         return "expected a file, found none"
     if file.lfs:
         kind, expected, found = "SHA-256", file.lfs.sha256, sha256(path)
     else:
+        # the SHA-1 of the git blob: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
         blob = path.read_bytes()
         found = hashlib.sha1(b"blob %d\0" % len(blob) + blob, usedforsecurity=False).hexdigest()
         kind, expected = "SHA-1", file.blob_id or found
@@ -166,12 +163,11 @@ def hide_bars_from_files() -> None:
 def upload(
     work: HubWork, files: dict[str, Path | bytes], message: str, *, public: bool, is_replaced: Callable[[str], bool]
 ) -> str:
-    """Upload `files` (path in the repository -> local file or contents) as one commit to the repository that `work`
-    names, and return the repository's URL. Creates the repository if it does not exist; the visibility of an existing
-    one is unchanged.
+    """Upload `files` as one commit to the repository that `work` names, and return the repository's URL.
 
-    A file in the repository that is not in `files` is deleted if `is_replaced(path)` is true. Raises UserError if a
-    request to the Hub fails.
+    `files` maps paths in the repository to local files or contents. A missing repository is created; `public` has no
+    effect on an existing one. A file that is only in the repository is deleted if `is_replaced(path)` is true. Raises
+    UserError if a request to the Hub fails.
     """
     hide_bars_from_files()
     api, name, kind = huggingface_hub.HfApi(), work.name, work.kind

@@ -65,14 +65,21 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
 
 
 def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place: str) -> None:
-    """Raise UserError if `raw`, which the file `path` records under the key `place`, has a value that `kind` does not
-    allow for its key. Another version may have written `raw`, so these are accepted: missing and unknown keys, null,
-    other values for a Literal, and values that only our own validators refuse."""
+    """Raise UserError if `raw` has a value that `kind` does not allow for its key.
+
+    The file `path` records `raw` under the key `place`. These are accepted:
+
+    - missing keys and unknown keys
+    - null for a key of `raw`
+    - unknown values of a Literal
+    - values that only our own validators refuse
+    """
     known = {key: raw[key] for key in kind.model_fields if raw.get(key) is not None}
     try:
         kind.model_validate(known)
     except ValidationError as error:
         faults = error.errors()
+        # Another version may have written `raw`.
         choices = {fault["loc"][0] for fault in faults if fault["type"] == "literal_error"}
         accepted = ("missing", "extra_forbidden", "value_error")  # value_error: of our own validators
         wrong = [fault for fault in faults if fault["type"] not in accepted and fault["loc"][0] not in choices]
@@ -131,9 +138,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file, read strictly: no repeated keys, no NaN or Infinity. Raises UserError if the
-    file cannot be read or is wrong. Of pipes and devices, only a pipe in /dev, like a shell's <(command), is
-    accepted."""
+    """Return the value in a JSON file, parsed by `strict_json`. Raises UserError if the file cannot be read or parsed.
+
+    Pipes and devices are refused, except a pipe in /dev, like a shell's <(command).
+    """
     try:
         if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):
             refuse_special(path)
@@ -154,9 +162,11 @@ def read_json(path: Path) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """Parse JSON text. Raises ValueError for text that is not JSON, and for repeated keys, NaN and Infinity. Raises
-    RecursionError for text that is nested too deeply. A number that is too large for a float, such as 1e999, becomes
-    infinite."""
+    """Return the value in a JSON text. A float that is too large, such as 1e999, becomes infinite.
+
+    Raises ValueError for wrong JSON, repeated keys, NaN, Infinity, invalid Unicode in a key, and integers of more than
+    LARGEST_DIGITS digits. Raises RecursionError for text that is nested too deeply.
+    """
 
     def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -184,8 +194,10 @@ def finite(value: Any) -> Any:
 
 
 class DescribedJsonSchema(GenerateJsonSchema):
-    """Describe each property by the docstring below its field. pydantic's `use_attribute_docstrings` would do this
-    whenever the module is imported, and take a tenth of a second in every command."""
+    """Describe each property by the docstring below its field."""
+
+    # pydantic's `use_attribute_docstrings` would do this whenever the module is imported, and take a tenth of a second
+    # in every command.
 
     def model_schema(self, schema: Any) -> JsonSchemaValue:
         described = super().model_schema(schema)

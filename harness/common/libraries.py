@@ -27,12 +27,11 @@ MOST_COMPILERS = 32  # most processes that compile kernels for a rank; torch's o
 
 
 def configure_libraries() -> None:
-    """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS, unless the user has set them.
-
-    Each rank compiles on an equal share of the usable cores, because all ranks of the machine compile at the same time.
-    """
+    """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS. Values that the user has set are
+    kept. Must be called before torch is imported."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    # an equal share of the cores, because all ranks of the machine compile at the same time
     share = usable_cores() // max(1, launcher_number("LOCAL_WORLD_SIZE", 1))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(MOST_COMPILERS, share))))
 
@@ -43,10 +42,9 @@ def usable_cores() -> int:
 
 
 def load(name: str) -> None:
-    """Import a large library by its name, with garbage collection paused. Importing torch then takes a sixth less
-    processor time."""
+    """Import a large library by its name, with garbage collection paused."""
     was_enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # importing torch then takes a sixth less processor time
     try:
         importlib.import_module(name)
     finally:

@@ -1,7 +1,6 @@
-"""Locks on folders. A process that has taken a lock holds it until it calls `release` or ends, however it ends.
+"""Locks on folders by flock(2). A process holds a lock until it calls `release` or ends, however it ends.
 
-flock(2) decides who has the lock. The lock file also records the owner, for error messages, for file systems without
-locks, and to recognize a restarted worker. (The package filelock would replace only one call here.)
+On a file system without locks, a folder counts as locked while the owner in the lock file may be alive.
 """
 
 from __future__ import annotations
@@ -57,17 +56,18 @@ class RunLock:
 
     @classmethod
     def take(cls, path: Path, use: str) -> RunLock:
-        """Lock the file `path`. `use` completes the message about its folder, "is being ... by another process":
-        "trained" for a run, "made" for a dataset.
+        """Lock the file `path`, and return the lock. A missing file is created.
 
-        Waits up to LEAVING_SECONDS for an owner whose launcher has ended. Raises UserError if another process holds the
-        lock (or, on a file system without locks, may hold it), and RunError if the file cannot be written.
+        `use` completes the message "is being ... by another process", such as "trained". Waits up to LEAVING_SECONDS
+        for an owner whose launcher has ended. Raises UserError if the lock is or may be held, even by this process.
+        Raises RunError if the file cannot be written.
         """
         with _writing(path):  # the file stays open: the system closes it, and frees the lock, when this process ends
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         deadline = time.monotonic() + LEAVING_SECONDS
         while True:
             try:
+                # The package filelock would replace only this call.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 owner, remedy = Owner.read(descriptor), ""
             except BlockingIOError:
@@ -119,15 +119,15 @@ def last_owner(path: Path) -> Owner | None:
 
 
 def is_held(path: Path) -> bool | None:
-    """Return True if a living process holds the lock `path`, False if none is known to hold it, and None if its owner
-    is on another machine or in another container.
+    """Return True if a living process holds the lock `path`, and False if none is known to hold it.
 
-    A test of the lock itself takes the lock for a moment, in which another process that wants it is refused. So the
-    lock is tested only if a process with the owner's pid is alive.
+    Returns None if the recorded owner is on another machine or in another container.
     """
     owner = last_owner(path)
     if owner is not None and not owner.is_here():
         return None
+    # The test below takes the lock for a moment, in which another process that wants it is refused. So the lock is
+    # tested only if a process with the owner's pid is alive.
     if owner is None or owner.process.is_gone():
         return False
     try:

@@ -71,11 +71,11 @@ class MemoryLimit:
 
 
 def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> MemoryLimit:
-    """Return the memory limit of a microbatch search. If `limit_gib` is None, the limit is the whole GPU, or on a CPU
-    what this process uses now plus 1/`local_size` of the free memory.
+    """Return the memory limit of a microbatch search. On a GPU, allocations beyond the limit fail from now on.
 
-    On a GPU, allocations beyond the limit fail from now on. On a CPU, `limit_cpu_memory` sets the limit later, in the
-    child process that tries a microbatch size. Raises UserError on a CPU if the operating system is not Linux.
+    On a CPU, the child process that tries a microbatch size must call `limit_cpu_memory`. If `limit_gib` is None, all
+    available memory may be used; on a CPU, `local_size` ranks share the free memory. Raises UserError on a CPU if the
+    system is not Linux.
     """
     if device.type == "cuda":
         total = float(torch.cuda.mem_get_info(device)[1])
@@ -154,14 +154,15 @@ def _free_in_cgroup(group: Path) -> int:
 
 
 def peak_of_limited_memory(device: torch.device) -> int:
-    """Return the peak, in bytes, of the memory that a MemoryLimit limits: on CUDA the memory reserved by the allocator
-    since its statistics were reset, on the CPU this process's writable memory since its start.
+    """Return the peak, in bytes, of the memory that a MemoryLimit limits.
 
-    Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. These two kinds of
-    memory are assumed to differ always by the same amount.
+    - CUDA: memory reserved by the allocator since its statistics were reset
+    - CPU: writable memory of this process since its start (estimated)
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
+    # Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. These two kinds of
+    # memory are assumed to differ always by the same amount.
     return _status_bytes("VmPeak") - (_status_bytes("VmSize") - _status_bytes("VmData"))
 
 
@@ -217,17 +218,18 @@ OWN_MAPPING_BYTES = 2**17  # glibc's default; unless it is set, glibc raises it 
 # allocate a small block, which happens when larger blocks have just taken the last page.
 CUSHION_BYTES = 2**22
 CUSHION_BLOCK = 2**15
+# Gaps between kept blocks can raise memory use by half, and the optimizer's state may still have to be allocated.
 AMPLE = 2
 
 
 def give_back_under_a_limit() -> None:
-    """Make the C library return each large block to the system as soon as it is freed, if this process's writable
-    memory is limited (`ulimit -d`).
+    """Make the C library return large freed blocks to the system at once, if RLIMIT_DATA limits this process.
 
-    The microbatch search and training must both run with this setting, or the size that the search found may not fit.
+    Both the microbatch search and training must call this function.
     """
     if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
         return
+    # The search and training need the same settings, or the size that the search found may not fit.
     _mallopt(M_MMAP_MAX, DEFAULT_MAPPINGS)
     _mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
     _mallopt(M_TRIM_THRESHOLD, OWN_MAPPING_BYTES)
@@ -237,11 +239,10 @@ def give_back_under_a_limit() -> None:
 
 
 def keep_if_ample(free_bytes: int) -> None:
-    """Make the C library keep freed blocks from now on, if this process's writable memory is not limited and
-    `free_bytes` is at least AMPLE times its peak memory. `free_bytes` is the free memory that the process may use.
+    """Make the C library keep freed blocks from now on, if `free_bytes` is at least AMPLE times this process's peak
+    memory.
 
-    That much must be free because gaps between kept blocks can raise memory use by half, and because the optimizer's
-    state may still have to be allocated.
+    `free_bytes` is the free memory that this process may use. Does nothing if RLIMIT_DATA sets a limit.
     """
     is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
     if not is_limited and free_bytes >= AMPLE * peak_bytes(torch.device("cpu")):

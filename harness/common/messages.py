@@ -45,10 +45,7 @@ def quoted(value: Any) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the name in `known` that `name` was probably meant to be, or None if there is none.
-
-    Similarity alone would suggest `min_lr_ratio` for `mlp_ratio`, another program's key with another meaning.
-    """
+    """Return the name in `known` that `name` was probably meant to be, or None if there is none."""
     if len(name) > SHOWN_CHARACTERS:  # too long for a typing error, and slow to compare
         return None
 
@@ -57,6 +54,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
             return True
         return bool(difflib.get_close_matches(word, [part], cutoff=ALIKE))
 
+    # Similarity alone would suggest `min_lr_ratio` for `mlp_ratio`, another program's key with another meaning.
     def is_meant(candidate: str) -> bool:
         typed, right = name.replace("_", ""), candidate.replace("_", "")
         blocks = difflib.SequenceMatcher(None, typed, right).get_matching_blocks()
@@ -128,8 +126,10 @@ def is_unicode(text: str) -> bool:
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of a table, which must have at least one row. A row has one text for each heading. Columns whose
-    heading is in `left` are aligned to the left, others to the right."""
+    """Yield the lines of a table. `rows` must not be empty. A row has one text for each heading.
+
+    Columns whose heading is in `left` are aligned to the left, others to the right.
+    """
     columns = []
     for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
         width = max(map(len, [*cells, *heading.split()]))
@@ -146,8 +146,10 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 
 
 def paragraph(text: str, indent: int = 2) -> list[str]:
-    """Return the text wrapped to lines of at most WIDTH characters, with control characters escaped. The first line
-    keeps the spaces at the beginning of `text`; the others are indented by `indent` spaces."""
+    """Return the text wrapped to lines of at most WIDTH characters, with control characters escaped.
+
+    The first line keeps the spaces at the beginning of `text`. The others are indented by `indent` spaces.
+    """
     words = text.lstrip(" ")
     first, following = text[: len(text) - len(words)], " " * indent
     return textwrap.wrap(

@@ -1,10 +1,6 @@
-"""Processes of this machine: names by which a process can check whether another one is alive, and the launcher of a
-rank.
+"""Processes of this machine: names by which a process can check if another one is alive, and the launcher of a rank.
 
-If a launcher (torchrun, or a command with --processes) is killed, nobody ends its ranks. They would keep training,
-while the machine costs money, or wait for hours at a rendezvous whose store ended with torchrun. So each rank watches
-its launcher itself, in a thread that the rank starts before anything else. (Linux's PR_SET_PDEATHSIG sends no signal if
-the launcher has ended before that call, and macOS has nothing like it.)
+Nobody ends the ranks of a killed launcher. So each rank calls `exit_when_launcher_dies` before anything else.
 """
 
 from __future__ import annotations
@@ -59,8 +55,8 @@ class ProcessName:
         return (self.host, self.namespace) == (other.host, other.namespace)
 
     def is_gone(self) -> bool:
-        """Return True if the process has ended or is a zombie. The process must have the same host and namespace as
-        this one."""
+        """Return True if the process has ended or is a zombie. The process must have the same host and namespace as the
+        calling process."""
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):  # OverflowError: a number that is too large for a pid
@@ -74,28 +70,31 @@ class ProcessName:
 
 
 def start_time(pid: int) -> str:
-    """Return the start time of the process in clock ticks since the system's start, as text, or "" if the process has
-    ended or cannot be seen. This time distinguishes the process from a later one with the same pid."""
+    """Return the process's start time in clock ticks since the system's start, as text.
+
+    Returns "" if the process has ended or cannot be seen. A later process with the same pid has another start time.
+    """
     fields = _stat(pid)
     return "" if not fields or fields[:1] in ENDED_STATES else fields[19]
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat (proc(5)), beginning with the third field (the state), or an empty list if
-    the file cannot be read. The name in the second field can hold any characters, even parentheses."""
+    """Return the fields of /proc/PID/stat (proc(5)) from the third (the state) on, or an empty list if the file cannot
+    be read."""
     with suppress(OSError):
+        # The name in the second field can hold any characters, even parentheses.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
 
 
 def end_with_parent() -> None:
-    """Start a thread that ends this process, a child started by multiprocessing, when its parent ends. Otherwise the
-    child would wait forever, because the processes of a pool keep each other's pipes open."""
+    """Start a thread that ends this process, a child started by multiprocessing, when its parent ends."""
     import multiprocessing
 
     parent = multiprocessing.parent_process()
     assert parent is not None
 
+    # Without this thread, the child would wait forever, because the processes of a pool keep each other's pipes open.
     def wait_for_parent() -> None:
         parent.join()
         os._exit(1)
@@ -104,6 +103,11 @@ def end_with_parent() -> None:
 
 
 # The launcher -----------------------------------------------------------------------------------------------------
+#
+# If a launcher (torchrun, or a command with --processes) is killed, nobody ends its ranks. They would keep training,
+# while the machine costs money, or wait for hours at a rendezvous whose store ended with torchrun. So each rank watches
+# its launcher itself. (Linux's PR_SET_PDEATHSIG sends no signal if the launcher has ended before that call, and macOS
+# has nothing like it.)
 
 
 def started_by_torchrun() -> bool:
@@ -179,9 +183,9 @@ def _leave(remark: str) -> None:
 
 
 def _is_orphan() -> bool:
-    """Return True if the launcher had already ended when this process read the launcher's pid. A command with
-    --processes passes its pid to its ranks. torchrun does not, but its store refuses connections once torchrun has
-    ended."""
+    """Return True if the launcher is known to have ended before this process read the launcher's pid."""
+    # A command with --processes passes its pid to its ranks. torchrun does not, but its store refuses connections once
+    # torchrun has ended.
     if PARENT in os.environ:
         return os.environ[PARENT] != str(os.getppid())
     if os.environ.get("GROUP_RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -27,8 +27,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Inconclusive:
-    """Reason why the data cannot answer a question, such as too few points for a fit. It is returned instead of raised,
-    so that other results can be shown beside it."""
+    """Reason why the data cannot answer a question, such as too few points for a fit. It is returned, not raised."""
 
     reason: str
 
@@ -37,9 +36,11 @@ class Inconclusive:
 
 
 def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:
-    """Return the mean score of each question and model (QxM) over the repeats, from the scores (QxRxM: questions,
-    repeats, models). A repeat of a question counts only if all models have a score in it. Questions without such a
-    repeat are left out."""
+    """Return the mean score of each of Q questions and M models (QxM) over R repeats.
+
+    If a model's score is missing (NaN), that repeat of the question is left out for all models. A question without a
+    complete repeat is left out.
+    """
     is_there_QxR = ~np.isnan(scores_QxRxM).any(axis=2)
     whole_QxRxM = np.where(is_there_QxR[:, :, None], scores_QxRxM, np.nan)
     return np.nanmean(whole_QxRxM[is_there_QxR.any(axis=1)], axis=1)
@@ -59,11 +60,11 @@ def resampled_means(scores_QxM: np.ndarray, seed: int) -> np.ndarray:
 
 
 def estimate_of_mean(value: float, resampled: np.ndarray, *, count: int, bounds: tuple[float, float]) -> Estimate:
-    """Return `value`, the mean of `count` values, with its 95 % interval. `resampled` has the means of the resamples.
-    `bounds` are the smallest and the largest possible mean, at which the interval is cut.
+    """Return `value`, the mean of `count` values, with its 95 % interval, widened for few values (Hesterberg 2015, The
+    American Statistician 69:371).
 
-    The bootstrap's interval is too narrow for few values, so it is widened (Hesterberg 2015, The American Statistician
-    69:371). For a single value, and for fewer than FEW equal values, it is `bounds` itself.
+    `resampled` has the means of the resamples. The interval is cut at `bounds`, the smallest and the largest possible
+    mean. A single value, and fewer than FEW equal values, have the interval `bounds`.
     """
     from scipy import special
 

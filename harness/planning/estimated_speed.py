@@ -1,9 +1,5 @@
-"""Estimated training speed in tokens per second, on a GPU on which nobody has measured it yet.
-
-The time of a step is a sum of terms, each an amount of work divided by the device's speed at that work, plus the share
-REST. This is a roofline model (Williams et al. 2009) whose terms add up. An estimate can be wrong by about UNCERTAINTY,
-because the share of the data sheet's peak speed that a program reaches is an assumption.
-"""
+"""Estimated training speed on a GPU, in tokens per second, by a roofline model (Williams et al. 2009) whose terms add
+up."""
 
 from __future__ import annotations
 
@@ -87,9 +83,11 @@ def find_device(name: str) -> GpuSpec | None:
 
 
 def estimated_speed(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any]) -> float | str:
-    """Return the estimated speed of compiled training in 16-bit precision, in tokens per second of all GPUs of one
-    machine together, or the reason why there is no estimate. `train` is train.json's content; keys that it lacks have
-    their defaults."""
+    """Return the estimated tokens per second of all ranks together, or the reason why there is no estimate.
+
+    The estimate is for compiled training in 16-bit precision on one machine. `train` is train.json's content. A missing
+    key has its default.
+    """
     if model.moe is not None:
         return 'the estimate does not cover "moe" in model.json'
     for key in KERNEL_KEYS:
@@ -108,21 +106,19 @@ def estimated_speed(model: ModelConfig, device: GpuSpec, layout: BatchLayout, tr
 
 
 def _step(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any]) -> tuple[float, int]:
-    """Return the seconds of a step's work on one GPU, and the number of kernels that the CPU launches for it.
-
-    Matrix products take 6 FLOPs per token for each weight in them (PaLM, arXiv:2204.02311, appendix B). Attention takes
-    7·T·Q FLOPs per token and layer, since only the causal half of each product is computed: 2 products forward take
-    2·T·Q, and 5 backward, where the scores are computed again, take 5·T·Q. T is the context length, Q the width of all
-    queries.
-    """
+    """Return the seconds of a step's work on one GPU, and the number of kernels that the CPU launches for it."""
     width, layers, parameters = model.emb_dim, model.n_layers, model.parameters
     steps, tokens = layout.accumulation_steps, layout.accumulation_steps * layout.microbatch_tokens
     sharers = layout.world_size if train.get("shard_optimizer") else 1
     with_muon = train.get("optimizer") == "muon"
     matrices = [each for name, each in model.tensor_shapes().items() if with_muon and is_muons(name, each)]
 
+    # Matrix products take 6 FLOPs per token for each weight in them (PaLM, arXiv:2204.02311, appendix B).
     flops: float = 6 * (layers * model.block_weights + width * model.vocab_size) * tokens
     flops += sum(newton_schulz_flops(*each) for each in matrices) / sharers
+    # Attention takes 7·T·Q FLOPs per token and layer, since only the causal half of each product is computed: 2
+    # products forward take 2·T·Q, and 5 backward, where the scores are computed again, take 5·T·Q. T is the context
+    # length, Q the width of all queries.
     attention = 7 * layers * model.context_length * model.query_width * tokens
     moved: float = tokens * (width * (layers * LAYER_BYTES + OTHER_BYTES) + LOGIT_BYTES * model.vocab_size)
     moved += (steps * MICROBATCH_BYTES + NORM_BYTES) * parameters
@@ -133,6 +129,7 @@ def _step(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mappi
     late = 2 * (layout.world_size - 1) / layout.world_size * (parameters - layers * model.block_weights - head)
     sent = 4 * (late + (parameters if sharers > 1 else 0))
 
+    # Each term is an amount of work divided by the device's speed at that work.
     seconds = flops / (device.matrix_peak * device.matrix_share) + attention / device.attention
     seconds += moved / (device.bandwidth * MEMORY_SHARE) + sent / device.exchange
     kernels = steps * (LAUNCHES_PER_LAYER * layers + OTHER_LAUNCHES)

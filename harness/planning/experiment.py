@@ -39,15 +39,16 @@ class Position:
         return self.total_steps - 1
 
     def is_due(self, step: int, interval: int | None) -> bool:
-        """Return True if work with this `interval` (None: never) is due after the global step `step`: if the step is a
-        multiple of `interval`, such as 0, or the last step."""
+        """Return True if work is due after the global step `step`: after multiples of `interval`, such as 0, and after
+        the last step. If `interval` is None, work is never due."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
     def due_after(self, step: int, config: TrainConfig, interrupted_evaluation: str | None = None) -> set[str]:
-        """Return the names of the work that is due after a global step. Work is done in the order "report",
-        "validation", "benchmarks", "sample", "checkpoint", "weights_check". If an earlier process was interrupted in an
-        evaluation of this step, give the evaluation's name ("validation" or "benchmarks"), and the work that comes
-        before that evaluation is left out."""
+        """Return the names of the work that is due after a global step.
+
+        Work is done in the order "report", "validation", "benchmarks", "sample", "checkpoint", "weights_check". If
+        `interrupted_evaluation` names an evaluation of this step that was interrupted, the work before it is left out.
+        """
         intervals = {  # in the order in which it is done
             "report": config.report_interval,
             "validation": config.validation_interval,
@@ -70,9 +71,11 @@ class Position:
 
 
 def find_unfinished_work(config: TrainConfig, position: Position, meta: CheckpointMeta | None) -> set[str]:
-    """Return the names of the work that is due right after the checkpoint's global step, but not done. There can be
-    such work only if a request to stop interrupted an evaluation, or if the step has become the run's last one since
-    the checkpoint was saved, for example because the budget was lowered."""
+    """Return the names, as in `Position.due_after`, of the work that is due after the checkpoint's global step but not
+    done.
+
+    An interrupted evaluation leaves such work, and so does a change of settings that makes this step the last one.
+    """
     if meta is None:
         return set()
     step = meta.global_step
@@ -132,8 +135,8 @@ def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between the values of `then` and `now`, such as two train.json, each as "key: old -> new"
-    with values in JSON. A key that is missing in `then` or `now` is not compared."""
+    """Return the differences between the values of `then` and `now`, each as "key: old -> new" with values in JSON. A
+    key that is missing in `then` or `now` is not compared."""
     changes = [first_difference(then[key], now[key], f"{key}: ") for key in now if key in then]
     return [change for change in changes if change]
 
@@ -148,9 +151,11 @@ IRRELEVANT_TO_LOSSES = {
 
 
 def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the changes since a checkpoint that can affect the training loss, each as "key: old -> new after global
-    step N". `train` is train.json now. `here` has today's values of keys of meta.json, such as `device` and
-    `accumulation_steps`. A value that the checkpoint does not record counts as the same."""
+    """Return the changes since a checkpoint that can affect the training loss: "key: old -> new after global step N".
+
+    `train` is train.json now. `here` has today's values of keys of meta.json, such as `device`. A value that the
+    checkpoint does not record counts as unchanged.
+    """
     ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *IRRELEVANT_TO_LOSSES}
     ignored -= {"residual_precision"}  # affects the speed, but changes the losses by more than rounding errors
     scale = train["scale_with_batch"] or {}
@@ -165,9 +170,11 @@ def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapp
 
 
 def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
-    """Return the first difference between two JSON values, as `prefix` and "key: old -> new" with values in JSON, or
-    None if the values are equal. In nested objects, the text has all keys on the way to the difference. A missing key
-    counts as null."""
+    """Return the first difference between two JSON values, such as "moe: num_experts: 8 -> null", or None if they are
+    equal.
+
+    The text begins with `prefix`. A missing key counts as null.
+    """
     if isinstance(then, dict) and isinstance(now, dict):
         for key in [*now, *(key for key in then if key not in now)]:
             found = first_difference(then.get(key), now.get(key), f"{prefix}{key}: ")
@@ -240,7 +247,7 @@ class Experiment:
 
     def check_dataset(self, *, ask_hub: bool) -> None:
         """Raise UserError if a dataset's folder is incomplete, or if a dataset is not on this machine and cannot be
-        downloaded or made. Unless `ask_hub`, the Hub is assumed to have the dataset."""
+        downloaded or made. If `ask_hub` is false, the Hub is assumed to have the dataset."""
         for name in self.config.dataset_weights:
             check_obtainable(self.datasets_dir, name, self.splits, ask_hub=ask_hub)
 
@@ -267,21 +274,28 @@ class Experiment:
         )
 
     def layout(self, world_size: int) -> BatchLayout:
-        """Return the layout of the global batch on `world_size` ranks (with a batch ramp, the layout of its last and
-        largest batch). Raises UserError if the batch is not a whole number of microbatches on every rank."""
+        """Return the layout of the global batch on `world_size` ranks. For a batch ramp, this is the last and largest
+        batch.
+
+        Raises UserError if the batch is not a whole number of microbatches on every rank.
+        """
         steps = self.config.accumulation_steps(world_size)
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
 
     def batches(self, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
-        """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of the run. `layout`
-        is a result of the method `layout`. Raises UserError if a batch of a ramp is not a whole number of microbatches
-        on every rank."""
+        """Return the schedule of global batches from the point where the run has seen `tokens_seen` tokens. `layout`
+        comes from the method `layout`.
+
+        Raises UserError if a batch of a ramp is not a whole number of microbatches on every rank.
+        """
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
-        """Convert the run's budget in train.json (such as `train_steps` or `target_flops`) to tokens. Returns None for
-        `min_train_tokens`, which needs no conversion. If the checkpoint that `meta` describes has recorded the same
-        budget, returns the recorded one. Raises UserError if the budget or a batch is impossible."""
+        """Return train.json's budget in tokens, or None for `min_train_tokens`, which needs no conversion.
+
+        If the checkpoint that `meta` describes has recorded the same budget, that record is returned. Raises UserError
+        if the budget or a batch is impossible.
+        """
         config, recorded = self.config, meta.budget if meta else None
         key, value = config.budget_key, getattr(config, config.budget_key)
         if recorded is not None and (recorded.key, recorded.value) == (key, value):
@@ -318,9 +332,12 @@ class Experiment:
         )
 
     def available_tokens(self, split_tokens: Sequence[int]) -> int:
-        """Return the number of tokens, the last target included, that training may read in all passes over the train
-        splits. train.json's `epochs` limits the passes; for "repeat", return sys.maxsize. The number may be negative if
-        a split is too short."""
+        """Return the number of tokens, last target included, that training may read in all passes over train splits of
+        these lengths.
+
+        sys.maxsize stands for passes without end. If a split is too short for one sequence, the number is at most the
+        context length, perhaps negative.
+        """
         order, epochs = self.window_order(split_tokens), self.config.epochs
         if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):
             return min(split_tokens) - self.config.start_train_token
@@ -330,14 +347,14 @@ class Experiment:
 
     def position(self, layout: BatchLayout, split_tokens: Sequence[int], meta: CheckpointMeta | None) -> Position:
         """Return the global steps still to do after the checkpoint that `meta` describes (None: from the start of the
-        run), for train splits of `split_tokens` tokens.
+        run).
 
-        Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
-        neither repeats nor skips a token.
-
-        Raises UserError if the budget is impossible, a split too short, or the run shorter than its warm-up and decay.
+        `split_tokens` are the lengths of the train splits. Raises UserError if a split is too short, or if the budget,
+        a batch or the schedule is impossible.
         """
         config = self.config
+        # Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
+        # neither repeats nor skips a token.
         done_steps, done_tokens = (meta.global_step + 1, meta.tokens_seen) if meta else (0, 0)
         budget = self.budget(layout, meta)
         wanted = config.min_train_tokens if budget is None else budget.tokens

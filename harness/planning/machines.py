@@ -43,10 +43,15 @@ def read_machines(path: Path = PRICES) -> list[Machine]:
 
 
 def machine_of_run(name: str, price: float | None, prices: Path = PRICES) -> tuple[Machine, str] | None:
-    """Return the machine listed in `prices` that a run is meant for, and the reason ("the run's name" or
-    "price_per_hour"). It is the machine that the run is named after, as in 8xa100m40-fast, or else the first one with
-    this `price`, the run's price_per_hour. Returns None if no machine fits. Raises UserError if the price list is
-    wrong."""
+    """Return the machine that a run is meant for, and the reason, or None.
+
+    The machine is the first of these in the price list `prices`:
+
+    1. the machine that the run is named after, as in 8xa100m40-fast ("the run's name")
+    2. the first machine that costs `price`, the run's price_per_hour ("price_per_hour")
+
+    Raises UserError if the price list is wrong.
+    """
     machines = read_machines(prices)
     for each in machines:
         named = f"{each.gpus}x{each.device.split()[0]}m{each.memory_gib:g}".lower()
@@ -56,15 +61,15 @@ def machine_of_run(name: str, price: float | None, prices: Path = PRICES) -> tup
 
 
 def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tuple[float | None, str]:
-    """Return the dollars per hour of `gpus` GPUs of the kind `device` (None: unknown), and a text that explains the
-    price. If the price is unknown, return None and the reason.
+    """Return the dollars per hour of `gpus` GPUs of the kind `device`, or None, and a text with the source or the
+    reason.
 
-    `given` is train.json's price_per_hour, or None. The first of these prices that exists is returned:
+    `given` is train.json's price_per_hour. The price is the first of these that exists:
 
-    1. `given`, if no machine of the price list has this price;
-    2. the price of a listed machine with `gpus` GPUs of the kind `device`;
-    3. `given` for each machine that `gpus` GPUs need, if the listed machine with this price has GPUs of the kind
-       `device`, or if `device` is None.
+    1. `given`, if no listed machine has this price
+    2. the price of a listed machine with `gpus` GPUs of the kind `device`
+    3. `given` for each machine needed, if the first listed one with this price has such GPUs, or if `device` is None
+       (unknown)
     """
     machines = read_machines()
     priced = next((each for each in machines if each.price_per_hour == given), None)

@@ -1,9 +1,6 @@
-"""Estimated memory of a training step on a GPU.
+"""Estimated memory of a training step on a GPU: the sum of the tensors that exist at the step's peak.
 
-The estimate adds up the tensors that exist at the step's peak. A compiled step in bf16 reaches its peak while the loss
-is computed. With activation checkpointing, the peak may be in a block's backward pass instead, and with a small
-microbatch in the optimizer's update, when all gradients exist. docs/LOG.md compares the estimate with torch's
-allocator.
+docs/LOG.md compares the estimate with torch's allocator.
 """
 
 from __future__ import annotations
@@ -19,8 +16,10 @@ CHUNK_BYTES = 2**29  # of the loss's largest chunk of logits, in bf16 (CHUNK_LOG
 
 
 def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> int | None:
-    """Return the bytes that a compiled step in bf16 allocates on each GPU at its peak, or None if the estimate does not
-    cover the model or the settings. "auto" counts as bf16 and as compiled."""
+    """Return the bytes that a compiled step in bf16 allocates on each GPU at its peak.
+
+    Returns None if the estimate does not cover the model or the settings. "auto" counts as bf16 and as compiled.
+    """
     if model.moe is not None or config.precision not in ("auto", "bf16") or config.compile is False:
         return None
     ranks, tokens = layout.world_size, layout.microbatch_size * layout.context_length
@@ -31,6 +30,9 @@ def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> 
     fixed += 3 * model.n_layers * model.block_weights  # measured: 3 bytes for each weight, 2 of them for a copy in bf16
     loss = CHUNK_BYTES + 2 * BF16 * model.vocab_size * model.emb_dim  # with the head's weight, and its gradient
     residual = (BF16 if config.residual_precision == "bf16" else FP32) * model.emb_dim
+    # A compiled step in bf16 reaches its peak while the loss is computed. With activation checkpointing, the peak may
+    # be in a block's backward pass instead. With a small microbatch, it may be in the optimizer's update, when all
+    # gradients exist.
     outside, block = outside_bytes(model, residual), block_bytes(model, residual)
     at_update = 2 * FP32 * model.parameters + state
     if config.activation_checkpointing:  # each block is recomputed after the loss
@@ -41,9 +43,12 @@ def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> 
 
 
 def outside_bytes(model: ModelConfig, residual: int) -> int:
-    """Return the bytes per token that are kept for the backward pass outside of the blocks: the embeddings that the
-    blocks read (tokens, skip, bigrams, values), the last norm's input and output, and the output's gradient, which the
-    fused loss computes in the forward pass. `residual` is the size of the residual stream in bytes per token."""
+    """Return the bytes per token that are kept for the backward pass outside of the blocks.
+
+    `residual` is the size of the residual stream in bytes per token.
+    """
+    # The embeddings that the blocks read (tokens, skip, bigrams, values), the last norm's input and output, and the
+    # output's gradient, which the fused loss computes in the forward pass.
     streams = 2 + model.embedding_skip + (model.bigram_embedding is not None)
     return streams * residual + BF16 * (2 * model.emb_dim + model.kv_width * (model.value_embeddings or 0))
 

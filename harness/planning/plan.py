@@ -48,12 +48,12 @@ class InMirror(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The remaining work of a run. `position` has the remaining global steps and the token at which they start. It is
-    None if these depend on the length of a dataset that is not on this machine. Methods that return numbers computed
-    from the steps (tokens, checkpoints, disk space, time) must then not be called."""
+    """The remaining work of a run. `steps`, and all numbers computed from the steps, require `position`."""
 
     experiment: Experiment
     layout: BatchLayout
+    # The remaining global steps, and the token at which they start. None if they depend on the length of a dataset that
+    # is not on this machine.
     position: Position | None
     is_continued: bool = False  # True if training resumes from a checkpoint
     budget: Budget | None = None  # train.json's budget converted to tokens; None if given in tokens
@@ -75,8 +75,10 @@ class Plan:
 
     @property
     def stages(self) -> list[tuple[int, BatchLayout]]:
-        """The batch layouts of the remaining steps, as pairs (tokens, layout): from this number of the run's tokens on,
-        the layout applies. There are several only for a batch ramp, including those that the run does not reach."""
+        """Pairs (tokens, layout): once the run has seen `tokens` tokens, its steps have this `layout`.
+
+        Only a batch ramp can have several pairs. The run may end before the last one.
+        """
         seen = self.position.tokens_seen if self.position else 0
         return [(seen + stage.tokens_before, stage.layout) for stage in self.batches.stages]
 
@@ -91,8 +93,8 @@ class Plan:
         return self.batches.tokens_before(len(self.steps))
 
     def times(self, work: str, interval: int | None) -> int:
-        """Return the number of times that `work` ("validation", "benchmarks" or "checkpoint") is still to be done, with
-        this `interval` in global steps (see `Position.is_due`), and once more if it is in `unfinished_work`."""
+        """Return the number of times that `work` ("validation", "benchmarks" or "checkpoint") is still to be done, at
+        this `interval` of global steps (see `Position.is_due`) and as unfinished work."""
         steps = self.steps
         if interval is None:
             return 0
@@ -103,8 +105,10 @@ class Plan:
         return unfinished + steps[-1] // interval - (steps[0] - 1) // interval + (steps[-1] % interval != 0)
 
     def describe_passes(self) -> str | None:
-        """Return a text on how often and in what order the whole run reads each train split. Return None for a single
-        split without `shuffle` and `epochs`, or if a dataset is not on this machine."""
+        """Return a text on how often and in what order the whole run reads each train split.
+
+        Returns None for a single split without `shuffle` and `epochs`, or if a dataset is not on this machine.
+        """
         config, order, length = self.config, self.order, self.layout.context_length
         is_plain = not config.shuffle and config.epochs is None and len(config.dataset_weights) == 1
         if order is None or self.position is None or is_plain:
@@ -127,11 +131,13 @@ class Plan:
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def added_checkpoints(self, *, at_end: bool = False) -> int:
-        """Return the largest number of checkpoints that can be on the disk in addition to those that are there now: at
-        any time or, with `at_end`, once the run has finished without a further stop. Checkpoints that training moves to
-        `aside/` are never pruned, so they make no room for new ones."""
+        """Return the largest number of checkpoints that can be on the disk in addition to those that are there now.
+
+        With `at_end`, this is the number once the run has finished without a further stop, otherwise at any time.
+        """
         assert self.position is not None
         steps = [at for at, _ in list_checkpoints(self.experiment.run.checkpoints)] if self.is_continued else []
+        # Checkpoints that training moves to `aside/` are never pruned, so they make no room for new ones.
         there = sum(at < self.position.first_step for at in steps)
         if self.config.keep_checkpoints is None:
             return self.checkpoints()
@@ -186,15 +192,17 @@ class Plan:
         return {"training": training, "validation": validating}
 
     def price(self, speed: PlannedSpeed) -> tuple[float | None, str]:
-        """Return the dollars per hour of the plan's GPUs and a text that explains the price. If the price is unknown,
-        return None and the reason."""
+        """Return the dollars per hour of the plan's GPUs, or None, and a text with the source or the reason, as
+        `hourly_price` does."""
         return hourly_price(self.config.price_per_hour, speed.device, self.layout.world_size)
 
 
 def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | None) -> Plan:
-    """Return the plan of the remaining work after the checkpoint that `meta` describes, or of the whole run if `meta`
-    is None. The run is checked against its checkpoint and its datasets, as far as these are on this machine. Raises
-    UserError if a check fails, or if the batch, the budget or the schedule is impossible."""
+    """Return the plan of the work after the checkpoint that `meta` describes (None: of the whole run).
+
+    Checkpoint and datasets are fully checked only if all datasets are on this machine. Raises UserError if a check
+    fails, or if the batch, the budget or the schedule is impossible.
+    """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
     position, order, folder = None, None, experiment.datasets_dir
@@ -239,11 +247,15 @@ def checked_plan(
     restart: bool,
     mirrored: InMirror | None = None,
 ) -> Plan:
-    """Return the plan of training on `ranks` ranks. Training resumes from `checkpoint` (None: from the latest one, if
-    there is any), or starts anew if `restart` is true. If `mirrored` has a checkpoint, training resumes from that one.
+    """Return the plan of training on `ranks` ranks. Training starts from the first of these that applies:
 
-    Raises UserError for settings, data and checkpoints that training would refuse. Among the things that are not
-    checked are the free disk space, the checkpoint's hashes, and whether the device supports the settings.
+    1. the checkpoint of `mirrored`, if it has one
+    2. the beginning, if `restart` is true
+    3. `checkpoint` (None: the latest one)
+    4. the beginning
+
+    Raises UserError for settings, data and checkpoints that training would refuse. Free disk space, hashes and the
+    device are not checked.
     """
     meta = mirrored.meta if mirrored else None
     if meta is None and not restart:
@@ -268,9 +280,11 @@ def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
 
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
-    """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
-    training would start from scratch. Keys that a checkpoint of the lab notebook lacks are filled in. Does not verify
-    hashes. Raises UserError if the checkpoint or the data cannot be opened."""
+    """Return meta.json of `checkpoint` (None: the latest one), or None if the run has no checkpoint to resume from.
+
+    Keys that a checkpoint of the lab notebook lacks are filled in. Hashes are not verified. Raises UserError if the
+    checkpoint or the data cannot be opened, or if the batch is impossible.
+    """
     found = open_start(experiment.run, checkpoint, verify=False)
     if found is None:
         return None
@@ -288,9 +302,11 @@ def describe_plan(
     mirrored: InMirror | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Return the plan as text for a terminal. Speed, time and cost come last, followed only by the `notes`, because the
-    end of the text stays on the screen. `machine` says for which machine the plan is; None: for this one. `memory_gib`
-    is the memory of one GPU; None: unknown."""
+    """Return the plan as text for a terminal.
+
+    `machine` describes the machine that the plan is for; None: this one. `memory_gib` is the memory of one GPU; None:
+    unknown. The `notes` come last.
+    """
     config, model = plan.config, plan.experiment.model
     lines = [*paragraph(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", indent=0), ""]
     for title, settings in (("model.json", model), ("train.json", config)):
@@ -333,6 +349,7 @@ def describe_plan(
         rows.append(("mirror", f"{mirrored.name}: would {chosen}"))
         if plan.position and plan.steps:
             rows.append(("a lost machine", describe_lost_machine(plan, speed, mirrored)))
+    # Speed, time and cost come last, because the end of the text stays on the screen.
     if plan.position:
         rows += _work_rows(plan, speed)
     else:
@@ -451,13 +468,11 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
 def print_plan(
     experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions, mirrored: InMirror | None = None
 ) -> None:
-    """Print what training would do. `checkpoint`, `mirrored` and --restart determine where it starts, as in
-    `checked_plan`.
+    """Print what training would do. `checkpoint`, `mirrored` and --restart determine the start, as in `checked_plan`.
 
-    The plan is for `ranks` ranks on this machine. But if there is no GPU here, and `machine_of_run` knows the machine
-    that the run is meant for, the plan is for that machine, with all its GPUs if `ranks` is 1. --assume-device and
-    --assume-world-size take precedence. Raises UserError if training would refuse the run, or for an unknown
-    --assume-device.
+    The plan is for `ranks` ranks on this machine. If no GPU is visible here, and `machine_of_run` returns a machine,
+    the plan is for that machine, with all its GPUs if `ranks` is 1. --assume-device and --assume-world-size take
+    precedence.
     """
     said, meant, memory, assumed = None, None, None, options.assume_world_size
     if not gpu_names() and (means := machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)):

@@ -52,14 +52,15 @@ class PlannedSpeed:
 def plan_speed(
     experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: GpuSpec | None = None
 ) -> PlannedSpeed:
-    """Return the speed for this model and batch from the first source that has one, in this order: given by the user,
-    measured by an earlier run or check_machine.py, published by somebody else in the run's reported.json (not with
-    --assume-device), estimated for a GPU. If none has one, `tokens_per_second` is None.
+    """Return the speed for this model and batch from the first source that has one:
 
-    An estimate is for the GPU of --assume-device. Without this option, it is for this machine's GPUs if they are alike
-    and enough for all ranks, and otherwise for `meant`, the GPU of the machine on which the run is meant to train.
+    1. --assume-tps or --assume-tps-with-validation
+    2. a measurement by an earlier run or check_machine.py (with --assume-device: on that device)
+    3. the run's reported.json (not with --assume-device)
+    4. an estimate for the device of --assume-device, else for this machine's GPUs, else for `meant`
 
-    Raises UserError for an unknown --assume-device, or if reported.json is wrong.
+    This machine's GPUs count only if they are alike and enough for all ranks. `meant` is the GPU of the machine that
+    the run is meant for. Raises UserError for an unknown --assume-device or a wrong reported.json.
     """
     device = None if options.assume_device is None else find_device(options.assume_device)
     if options.assume_device is not None and device is None:
@@ -99,10 +100,12 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec) -> P
 def _measured_speed(
     experiment: Experiment, layout: BatchLayout, device: GpuSpec | None, here: Sequence[str]
 ) -> PlannedSpeed:
-    """Return a speed that was measured for this model, batch and settings: by this run, by another run in the same
-    folder, or by check_machine.py. If `device` is given, only speeds on it or on a device named in `here` are used.
-    Summaries of earlier versions, which lack `measured`, are skipped. The result has a reason instead of a number if no
-    speed was measured for long enough."""
+    """Return a speed that was measured for this model, batch and settings by a run in the folder of runs, or by
+    check_machine.py.
+
+    If `device` is given, only speeds on it or on a device named in `here` are used. If no speed was measured for long
+    enough, the result has a reason instead of a number.
+    """
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
     found: list[tuple[tuple[bool, bool, bool, bool, float], Path, RunSummary, Measured]] = []
     names = (experiment.run.summary.name, experiment.run.machine_check.name)
@@ -116,6 +119,7 @@ def _measured_speed(
             is_known = speed is not None and 0 < speed < math.inf
             is_here = summary.device in here
             is_there = device is None or is_here or find_device(summary.device) == device
+            # Summaries of earlier versions lack `measured`.
             if measured and is_alike and is_known and is_there and same_kernels(summary.train, train):
                 is_of_training = path.name == experiment.run.summary.name
                 rank = (measured.is_believable, is_here, path.parent == folder, is_of_training, measured.seconds)
@@ -132,12 +136,10 @@ def _measured_speed(
 
 
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
-    """Return the speed that somebody else has published for this run in its reported.json (the report). It is the speed
-    over training and validation together if the report has that speed and the same validation settings, and otherwise
-    the speed over training alone.
+    """Return the speed in the run's reported.json for this model and batch on `own` (None: any device), or None.
 
-    Returns None if the report has no speed for this model and batch on the device `own` (None: any device), or if a
-    setting in train.json that affects the time of a step has neither the default value nor the report's.
+    Each setting in train.json that affects speed must have its default or the report's value. With the report's
+    validation settings, its speed of training and validation together is preferred to that of training alone.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:

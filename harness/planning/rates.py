@@ -22,28 +22,28 @@ class Schedule:
     ramp_tokens: int | None = None  # tokens of the largest global batch; None without `scale_with_batch`
 
     def at(self, step: int, batch_tokens: int) -> tuple[float, float]:
-        """Return the factors by which train.json's learning rates and weight decays, after scaling, are multiplied in a
-        global step of `batch_tokens` tokens.
+        """Return the factors of the learning rates and of the weight decays in a global step of `batch_tokens` tokens.
 
-        With `scale_with_batch`, the scaled values are for the largest global batch of the run. If the batch grows
-        during the run (`batch_ramp`), the factors therefore also scale each step for its own batch (`batch_factor`).
+        The factors multiply train.json's values after `scale_settings`. With `scale_with_batch`, the factors are
+        smaller for the smaller batches of a `batch_ramp` (`batch_factor`).
         """
         ramp = 1.0 if self.ramp_tokens is None else batch_factor(batch_tokens, self.ramp_tokens)
         return self.multiplier(step) * ramp, ramp
 
     def multiplier(self, step: int) -> float:
-        """Return the fraction of the peak learning rate at the 0-based global `step`. It is never 0 before the last
-        step, because a step with a learning rate of 0 is wasted.
+        """Return the fraction of the peak learning rate at the 0-based global `step`.
 
-        The warm-up of W steps rises linearly from 1/W at step 0 to 1 at step W - 1. "constant" stays at 1. "cosine"
-        falls as half a cosine to `min_ratio` at the last step (Loshchilov & Hutter, arXiv:1608.03983). "linear" falls
-        to `min_ratio` at the step after the last; with a `min_ratio` of 0 this is "D2Z" of Bergsma et al.,
-        arXiv:2502.15938. "wsd", warm-up-stable-decay (Hu et al., arXiv:2404.06395), falls linearly in the last
-        `decay_steps` steps, to `min_ratio` at the last one.
+        - warm-up of W steps: linear from 1/W at step 0 to 1 at step W - 1
+        - "constant": 1
+        - "cosine": half a cosine over the steps after the warm-up, from 1 to `min_ratio`
+        - "linear": from 1 after the warm-up to `min_ratio` at the step after the last
+        - "wsd": 1, then linear in the last `decay_steps` steps, to `min_ratio` at the last one
         """
         if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+            return (step + 1) / self.warmup_steps  # not step / warmup_steps: a step with a rate of 0 is wasted
         falling, since = self.total_steps - self.warmup_steps, step - self.warmup_steps
+        # cosine: Loshchilov & Hutter, arXiv:1608.03983. linear, with a min_ratio of 0: "D2Z" of Bergsma et al.,
+        # arXiv:2502.15938. wsd (warm-up-stable-decay): Hu et al., arXiv:2404.06395.
         if self.shape == "cosine":
             progress = min(since / max(falling - 1, 1), 1.0)
             return self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -59,11 +59,14 @@ class Schedule:
 
 
 def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: int) -> Schedule:
-    """Return train.json's schedule in steps, for a run of `total_steps` whose largest global batch has
-    `largest_batch_tokens` tokens. A warm-up in percent is rounded down to whole steps, as in the lab notebook's
-    training program (harness/runs/upstream.py). Raises UserError if warm-up and decay are longer than the run."""
+    """Return train.json's schedule for a run of `total_steps` global steps.
+
+    `largest_batch_tokens` is the number of tokens of the run's largest global batch. Raises UserError if warm-up and
+    decay are longer than the run.
+    """
     warmup_steps = config.warmup_steps or 0
     if config.warmup_period_percent is not None:
+        # rounded down, as in the lab notebook's training program (harness/runs/upstream.py)
         warmup_steps = int(total_steps * config.warmup_period_percent // 100)
     decay_steps = round(total_steps * (config.decay_period_percent or 0) / 100)
     if config.decay_period_percent and total_steps > warmup_steps + 1:  # the rate falls, but not in the first step
@@ -94,21 +97,24 @@ UNSCALED = ScaledSettings({})
 
 
 def batch_factor(batch_tokens: int, reference_tokens: int) -> float:
-    """Return √(B / B_ref), the factor of learning rates and weight decays for a global batch of B tokens instead of
-    B_ref.
+    """Return √(B / B_ref), the factor of learning rates and weight decays for a global batch of B instead of B_ref
+    tokens.
 
-    For the learning rate η this is the square-root rule for Adam (Malladi et al., arXiv:2205.10320), without that
-    rule's changes of betas and eps. With decoupled weight decay λ, a weight's past is forgotten over 1/(η·λ) steps
-    (Wang & Aitchison, arXiv:2405.13698), or B/(η·λ) tokens. Since η grows by √(B/B_ref), that number of tokens is
-    unchanged if λ grows by the same factor.
+    For learning rates, this is the square-root rule for Adam (Malladi et al., arXiv:2205.10320), without that rule's
+    changes of betas and eps.
     """
+    # With decoupled weight decay λ, a weight's past is forgotten over 1/(η·λ) steps (Wang & Aitchison,
+    # arXiv:2405.13698), or B/(η·λ) tokens. Since the learning rate η grows by √(B/B_ref), that number of tokens is
+    # unchanged if λ grows by the same factor.
     return math.sqrt(batch_tokens / reference_tokens)
 
 
 def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int, layers: int) -> ScaledSettings:
-    """Scale the keys of train.json that end in learning_rate or weight_decay by the rules `scale_with_batch` and
-    `scale_with_depth`, and return the new values. They are for a run of `train_tokens` tokens, a model of `layers`
-    layers, and a largest global batch of `batch_tokens` tokens. Raises UserError if a scaled value overflows."""
+    """Return the learning rates and weight decays of train.json, scaled by `scale_with_batch` and `scale_with_depth`.
+
+    Keys to which no rule applies are left out. `batch_tokens` is the run's largest global batch, `train_tokens` the
+    whole run, `layers` the model's depth. Raises UserError if a scaled value overflows.
+    """
     rate_factors: list[tuple[str, float]] = []
     decay_factors: list[tuple[str, float]] = []
     batch, depth = config.scale_with_batch, config.scale_with_depth
