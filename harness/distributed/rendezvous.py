@@ -125,14 +125,13 @@ def _give_up_connecting(local_rank: int) -> None:
 
 def _open_store(timeout: timedelta) -> Any:
     """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens the store, unless torchrun has opened it."""
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if STORE_DESCRIPTOR in os.environ:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket_number = int(os.environ[STORE_DESCRIPTOR])
-        return TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=socket_number)
+        return TCPStore(address, int(port), None, True, timeout, wait_for_workers=False, master_listen_fd=socket_number)
     try:
         return next(rendezvous("env://", timeout=timeout))[0]
     except dist.DistNetworkError as error:
-        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         if "EADDRINUSE" in str(error):
             raise RunError(f"MASTER_PORT {port}: taken by another process; give another port") from None
         if "timed out" in str(error):
