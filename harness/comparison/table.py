@@ -94,7 +94,7 @@ class Column:
 
     @property
     def is_alike(self) -> bool:
-        """True if there are several cells, all equal and not empty, and neither direction is better."""
+        """True if there are several cells, all equal and not empty, and `lower_is_better` is None."""
         first, *others = self.cells
         is_fact = self.lower_is_better is None and first.value is not None
         return bool(others) and is_fact and all(cell == first for cell in others)

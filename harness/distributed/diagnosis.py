@@ -38,7 +38,7 @@ class Heartbeat:
 
 @dataclass
 class LastHeartbeat:
-    """The last new heartbeat of a rank, and the time when this process received it."""
+    """The last heartbeat of a rank, and when it came or a later freeze here ended."""
 
     heartbeat: Heartbeat
     at: float  # like all times here, by time.monotonic

@@ -185,8 +185,8 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     keeps the run's lock.
 
     `take_over` takes the run from another machine that trains it. Raises UserError if the mirror refuses access, or if
-    the run must not be sent there (it is being trained, for example). Also raises UserError if a checkpoint here is
-    damaged, after all else has been sent. Raises RunError if the mirror cannot be read or written.
+    the run must not be sent there (it is being trained, for example). Also raises UserError if a checkpoint to send is
+    damaged, after all else is sent. Raises RunError if the mirror cannot be read or written.
     """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself

@@ -55,12 +55,13 @@ def plan_speed(
     """Return the speed for this model and batch from the first source that has one:
 
     1. --assume-tps or --assume-tps-with-validation
-    2. a measurement by an earlier run or check_machine.py (with --assume-device: on that device)
-    3. the run's reported.json (not with --assume-device)
-    4. an estimate for the device of --assume-device, else for this machine's GPUs, else for `meant`
+    2. a measurement on the device, by an earlier run or check_machine.py
+    3. the run's reported.json, if it is for the device (not with --assume-device)
+    4. an estimate for the device
 
-    This machine's GPUs count only if they are alike and enough for all ranks. `meant` is the GPU of the machine that
-    the run is meant for. Raises UserError for an unknown --assume-device or a wrong reported.json.
+    The device is that of --assume-device, else this machine's GPUs if alike, known and enough for all ranks, else
+    `meant`, the GPU of the machine that the run is meant for. If there is none, any measurement counts. If this machine
+    does not decide, any reported.json counts. Raises UserError for an unknown --assume-device or a wrong reported.json.
     """
     device = None if options.assume_device is None else find_device(options.assume_device)
     if options.assume_device is not None and device is None:
