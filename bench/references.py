@@ -96,8 +96,8 @@ class NanoBlock(nn.Module):
 
 
 class NotebookModel(nn.Module):
-    """GPT as in Giles Thomas's lab notebook, but without dropout. Queries, keys and values have separate projections,
-    norms and attention consist of elementary operations, and all logits are stored."""
+    """GPT as in Giles Thomas's lab notebook, without dropout. It stores all logits. By default, queries, keys and
+    values have separate projections, and norms and attention are elementary operations."""
 
     def __init__(
         self, config: ModelConfig, block: Callable[..., nn.Module] = Block, norm: Callable[..., nn.Module] = Norm

@@ -346,7 +346,7 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
 
 
 def _fitting(table: RunsTable, room: int) -> list[Column]:
-    """Return the most important columns that fit into `room` characters. Settings are left out."""
+    """Return the columns that the table shows in `room` characters, the most important first."""
     order = [*HEADINGS]
     omitted = {each.key for each in (*TRAINED, *SPENT)}.difference(order)
 

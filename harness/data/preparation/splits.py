@@ -4,10 +4,10 @@ With `--split-order seeded`, each document has a pseudorandom number, the draw. 
 are held out until the held-out splits have about their shares of the text's bytes. While the text is read, it is
 written to two streams:
 
-- the pool: documents with small draws. Only these may be held out.
-- the training stream: all other documents. At the end, the rest of the pool is appended in the order of the draws.
+- the pool: the first documents, and others with small draws. Only these may be held out.
+- the training stream: all others. At the end, the rest of the pool is appended in the order of the draws.
 
-With `--split-order given`, or if no document is drawn for one of the splits, splits are ranges of one stream.
+With `--split-order given`, or if a split would be empty, splits are ranges of one stream.
 """
 
 from __future__ import annotations
