@@ -128,8 +128,7 @@ class Dataset:
 
     @classmethod
     def open(cls, datasets_dir: Path, name: str) -> Dataset:
-        """Open DATASETS_DIR/<name>. Raises UserError if the name is invalid, or if the dataset is missing or
-        incomplete."""
+        """Open DATASETS_DIR/<name>. Raises UserError if the name is invalid, or as `at` does."""
         return cls.at(dataset_folder(datasets_dir, name), name)
 
     @classmethod

@@ -18,8 +18,8 @@ PERIOD = 1000  # about the most windows in a mixture's repeating pattern; shares
 class WindowOrder:
     """Order of the windows of one split, or of several that are mixed by their `weights`.
 
-    - A pass over a split reads each of its windows once: without a `seed` from front to back, with a `seed` in a random
-      order of its own. Each split begins its next pass independently of the others.
+    - A pass over a split reads all its windows once: without a `seed` from front to back, with a `seed` in a new random
+      order. Each split begins its next pass independently of the others.
     - A window's position is the index of its first token among the tokens of all splits, laid end to end.
     """
 

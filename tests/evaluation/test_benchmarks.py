@@ -424,7 +424,7 @@ REFUSED = [
     ("unknown metric", {"metric_list": [{"metric": "wer"}]}, ["metric", "are programs"]),
     ("no data", {"dataset_kwargs": {"data_files": "gone.jsonl"}}, ["cannot be loaded", "gone.jsonl"]),
     ("data elsewhere", {"dataset_path": "nobody/nothing", "dataset_kwargs": {}}, ["nobody/nothing", "HF_HUB_OFFLINE"]),
-    ("a script", {"dataset_path": "data", "dataset_kwargs": {}}, ["data.py", "leave it out"]),
+    ("a script", {"dataset_path": "data", "dataset_kwargs": {}}, ["data.py", "leave out this task"]),
     ("a key that is none", {"doc_to_txt": "x"}, ["cannot be loaded", "doc_to_txt"]),
     ("a template that fails", {"doc_to_text": "{{nothing.here}}"}, ["cannot be loaded", "undefined"]),
     ("pictures", {"doc_to_image": "question"}, ["pictures"]),

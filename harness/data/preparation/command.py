@@ -186,7 +186,7 @@ def _tokenize(
     work: WorkFolder,
     show: Show,
 ) -> None:
-    """Write the tokens of documents that may be held out to `pool`, and the tokens of all other documents to `text`.
+    """Write to `pool` the tokens of documents that may be held out, and to `text` the tokens of all other documents.
     The document with which `most` is reached is the last one that is written. `work.journal` records the progress."""
     journal = work.journal
     text.open_at(journal.here.size)

@@ -46,7 +46,7 @@ class TokenShard:
 
 def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     """Return the position, number and dtype of the tokens in a file. `stated_dtype` is the user's dtype for files
-    without a header; None: uint16. Raises UserError if the file is damaged, of an unknown format, or apparently of
+    without a header; None: uint16. Raises UserError if the file is recognizably damaged, of an unknown format, or of
     another dtype."""
     size = path.stat().st_size
     with path.open("rb") as file:

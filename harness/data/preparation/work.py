@@ -176,11 +176,11 @@ class WorkFolder:
 
         - `restart` is true.
         - There is no interrupted work.
-        - The old journal has no tokens, as always for token shards, and options or files have changed.
+        - Options or files have changed, and the old journal records no tokens (as always for token shards).
 
-        If the old journal has tokens, changed options raise UserError, but replace_invalid may be added. In the phase
-        "reading", a change of a file that was already read to the end raises UserError, and a change of the file that
-        was being read sets the journal back to `Journal.file_start`. In later phases, files may change.
+        If the old journal records tokens, changed options raise UserError, but replace_invalid may be added. In the
+        phase "reading", a change of a file that was already read to the end raises UserError, and a change of the file
+        that was being read sets the journal back to `Journal.file_start`. In later phases, files may change.
         """
         if restart:
             self._clear()
@@ -225,7 +225,7 @@ class WorkFolder:
         return journal
 
     def leave(self) -> None:
-        """Delete the work folder and then the empty parent folders that `open` created, unless the journal has
+        """Delete the work folder and then the empty parent folders that `open` created, unless the journal records
         tokens."""
         journal = _read(self.journal_path, _journal)
         if journal is None or not journal.here.total.tokens:

@@ -22,11 +22,11 @@ GREEDY = {"num_beams": 1, "repetition_penalty": 1, "no_repeat_ngram_size": 0}  #
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """Model class for lm-eval. Results are those of lm-eval's own `hf` model with the same weights and tokenizer, and
-    with logits_cache=False, apart from rounding. Some requests on which `hf` fails succeed. Other differences:
+    with logits_cache=False, apart from rounding. Some requests succeed on which `hf` fails. Other differences:
 
     - Sampling draws other random numbers. If a task gives no top_k, all tokens can be drawn (`hf`: the likeliest 50).
-    - If a task samples, generation options outside KNOWN_SETTINGS raise UserError. If not, only other values than
-      those of GREEDY do.
+    - If a task samples, generation options outside KNOWN_SETTINGS raise UserError. If not, only options with other
+      values than in GREEDY do.
     - The name of a special token in a text ("<|endoftext|>") is ordinary text (`hf`: the token).
     """
 

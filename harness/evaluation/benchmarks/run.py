@@ -178,7 +178,7 @@ def _diagnosis(error: Exception) -> str:
     if error.args == (None,) or "module script" in reason:  # neither lm-eval nor evaluate has the metric
         return (
             "has a metric that is not lm-eval's own; metrics from the Hub are programs, which this command does not "
-            "run; leave it out"
+            "run; leave out this task"
         )
     if isinstance(error, TypeError):  # lm-eval raises TypeError for the file of a group
         reason += "; if this is the file of a group, give the files of its tasks instead"
@@ -186,7 +186,7 @@ def _diagnosis(error: Exception) -> str:
     if isinstance(error, ImportError):
         remedy = "uv run --with PACKAGE ... adds a package"
     elif "scripts are no longer supported" in reason:
-        remedy = "its data is loaded by a program, which this command does not run; leave it out"
+        remedy = "its data is loaded by a program, which this command does not run; leave out this task"
     return f"cannot be loaded: {type(error).__name__}: {reason}; {remedy}"
 
 
@@ -194,7 +194,7 @@ def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: 
     """Score a model on the first `limit` examples of each task (None: all). Return the results of lm-eval's `evaluate`.
     Collective if the scorer's `each_batch` is.
 
-    Random states are restored. Raises UserError if a task needs an unsupported sampling option. Raises RunError if a
+    Random states are restored. Raises UserError if a task needs an unsupported generation option. Raises RunError if a
     logit is not finite in generation. Errors of lm-eval and of tasks, of any class, are not caught.
     """
     from lm_eval.evaluator import evaluate

@@ -84,7 +84,7 @@ class JudgeReport:
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        """The comparison of the models, or None if no question has scores of all models."""
+        """The comparison of the models, or None if no repeat of a question has scores of all models."""
         return compare(self.judgment.scores, self.settings.seed)
 
     def lines(self) -> Iterator[str]:
