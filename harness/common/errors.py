@@ -74,7 +74,7 @@ class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
     for the user."""
 
     def __init__(self, reason: int, interrupted_evaluation: str | None = None) -> None:
-        """Store `reason`, the signal's number or a key of STATUSES.
+        """Store `reason`: a signal's number, or a key of STATUSES.
 
         If an evaluation of the last completed step was interrupted, `interrupted_evaluation` is "validation" or
         "benchmarks".

@@ -27,7 +27,7 @@ MOST_COMPILERS = 32  # most processes that compile kernels for a rank; torch's o
 
 
 def configure_libraries() -> None:
-    """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS. Values that the user has set are
+    """Set TORCHINDUCTOR_COMPILE_THREADS and the environment variables in SETTINGS. Values that the user has set are
     kept. Must be called before torch is imported."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

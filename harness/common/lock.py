@@ -121,7 +121,7 @@ def last_owner(path: Path) -> Owner | None:
 def is_held(path: Path) -> bool | None:
     """Return True if a living process holds the lock `path`, and False if none is known to hold it.
 
-    Returns None if the recorded owner is on another machine or in another container.
+    Returns None if the recorded owner is of another machine, boot or container.
     """
     owner = last_owner(path)
     if owner is not None and not owner.is_here():

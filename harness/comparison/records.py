@@ -293,8 +293,11 @@ def _unfinished_state(
         return State(word, "no report yet") if held else State("never trained")
     silent = progress.silent_seconds if progress else math.inf
     said = f"last line in metrics.jsonl {rough_duration(silent)} ago" if progress else "no line in metrics.jsonl"
-    if held is None:  # the lock's owner is on another machine, where its process cannot be seen
-        return State("going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped", f"{said}, on another machine")
+    if held is None:  # the lock's owner is of another machine, boot or container
+        return State(
+            "going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped",
+            f"{said}, on another machine or before a reboot",
+        )
     return State(word, said)
 
 

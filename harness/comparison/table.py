@@ -72,7 +72,7 @@ class Cell:
 @dataclass(frozen=True)
 class Column:
     """One column of the table. `about` describes what its numbers were measured on, or is empty. `lower_is_better` is
-    None if neither direction is known to be better."""
+    None if neither low nor high numbers are known to be better."""
 
     key: str
     title: str
@@ -110,8 +110,8 @@ class Column:
         return " ".join(filter(None, [HEADINGS[self.quantity], reported, further]))
 
     def sort_key(self, row: int) -> tuple[bool, Any]:
-        """Return the key by which this column sorts a row. The best value comes first, or the lowest if neither
-        direction is better. Rows whose value is None come last."""
+        """Return the key by which this column sorts a row. The best value comes first, or the lowest if
+        `lower_is_better` is None. Rows whose value is None come last."""
         value = self.cells[row].value
         if value is None:
             return True, 0

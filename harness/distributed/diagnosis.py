@@ -38,7 +38,7 @@ class Heartbeat:
 
 @dataclass
 class LastHeartbeat:
-    """The last heartbeat of a rank, and when it came or a later freeze here ended."""
+    """The last heartbeat of a rank, and the time from which its silence is counted."""
 
     heartbeat: Heartbeat
     at: float  # like all times here, by time.monotonic

@@ -55,7 +55,7 @@ class Lease:
 
         If another machine is the owner and was heard from in the last LEASE_SECONDS:
         - `take_over` takes the run at once.
-        - `wait` waits until that machine releases the run or falls silent.
+        - `wait` waits, even while the store fails, until that machine releases the run or falls silent.
         - Without either of them, raises UserError.
         """
         told = False

@@ -69,10 +69,13 @@ def test_on_another_machine_the_last_lines_age_decides(tmp_path: Path) -> None:
     hours_ago = time.time() - 3 * 3600
     os.utime(run.directory.metrics, (hours_ago, hours_ago))
     state = RunRecord.read(run.directory).state
-    assert (state.word, state.detail) == ("stopped", "last line in metrics.jsonl 3 h ago, on another machine")
+    assert (state.word, state.detail) == (
+        "stopped",
+        "last line in metrics.jsonl 3 h ago, on another machine or before a reboot",
+    )
     run.add_checkpoint(LATEST, "latest").directory.metrics.unlink()
     state = RunRecord.read(run.directory).state
-    assert (state.word, state.detail) == ("stopped", "no line in metrics.jsonl, on another machine")
+    assert (state.word, state.detail) == ("stopped", "no line in metrics.jsonl, on another machine or before a reboot")
 
 
 def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -> None:
