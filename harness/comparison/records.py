@@ -294,10 +294,9 @@ def _unfinished_state(
     silent = progress.silent_seconds if progress else math.inf
     said = f"last line in metrics.jsonl {rough_duration(silent)} ago" if progress else "no line in metrics.jsonl"
     if held is None:  # the lock's owner is of another machine, boot or container
-        return State(
-            "going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped",
-            f"{said}, on another machine or before a reboot",
-        )
+        said += ", on another machine or before a reboot"
+        if silent < BELIEVED_SILENCE_SECONDS and not has_diverged:
+            word = "going on"
     return State(word, said)
 
 

@@ -154,6 +154,8 @@ def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_pa
     found = compare_with("low-seed1", records(*runs, lost))
     assert found.verdicts[0].sentence == "hot against low: inconclusive, because hot-seed3, of hot, diverged"
     assert found.notes == ["hot-seed3: diverged, so hot is not called better"]
+    (lost.path / ".lock").write_text('{"host": "rented", "pid": 1, "namespace": "x"}')  # copied from another machine
+    assert compare_with("low-seed1", records(*runs, lost)) == found
     (verdict,) = compare_with("hot-seed1", records(*runs, lost)).verdicts
     assert compare_with("hot-seed3", records(*runs, lost)).verdicts == [verdict], "the diverged run is of the arm"
     assert verdict.word == "inconclusive", "low is worse only than the seeds of hot that did not diverge"
