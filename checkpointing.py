@@ -71,7 +71,7 @@ class Checkpointer:
 
         Sets the run's links and metrics back to the checkpoint, or moves earlier results aside. Warms up the optimizer
         step with `loader`'s first microbatch. Raises UserError if the checkpoint or the initial weights do not fit this
-        run, or if the model cannot be compiled.
+        run, or if `compile` is true and the model cannot be compiled.
         """
         start, seed, rank = self.prepared.checkpoint, self.config.seed_of("dropout"), self.world.rank
         saved = None
@@ -109,8 +109,8 @@ class Checkpointer:
 
         `planned` is true if train.json asks for this checkpoint, false if the run stops early. The resumed run repeats
         `interrupted_evaluation` ("validation", "benchmarks" or None). Raises RunError if the ranks' weights differ or
-        the checkpoint cannot be written. With `async_checkpoint`, the next `save`, `finish` or `Writer.check` raises
-        errors in writing.
+        the checkpoint cannot be written. With `async_checkpoint`, a failure to write is raised by the next `save`,
+        `finish` or `Writer.check`.
         """
         if planned:  # else keep the sums: the next planned checkpoint records the same mean loss as without a stop
             state.close_loss_period()

@@ -88,7 +88,7 @@ class Trainer:
         """Run the remaining steps and all work that is due. Call `checkpointer.restore` first.
 
         Raises RunStopped on every rank if a signal, a ceiling (max_hours, max_dollars) or a divergence stops the run
-        early. The last step has then been saved, and all uploads have ended or been given up.
+        early. The last completed step is then saved, and all uploads have ended or been given up.
         """
         self.stop.listen()
         survive_closed_output(self.stop.hang_up)

@@ -58,7 +58,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
 
     \b
     If --set dataset names datasets in DATASETS_DIR, NEW is fitted to them:
-    - vocabulary size: theirs, if known, unless BASE's is up to 127 larger
+    - vocabulary size: theirs, unless it is unknown or less than 128 below BASE's
     - validation: on no more sequences than their validation splits have, in a
       smaller microbatch if necessary; none if a dataset has no such split
     - training: if the train splits are too short, on all that they have (in as

@@ -466,7 +466,7 @@ class GPTModel(nn.Module):
     def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V), or with targets (B, T) the mean cross-entropy in nats per token, a scalar.
 
-        Every target must be from 0 to V - 1. With targets in training mode, a model with experts returns two terms,
+        Every target must be from 0 to V - 1. With targets, a model with experts in training mode returns two terms,
         (2,), whose sum is to be minimized: the cross-entropy, and the balancing losses times `moe_router_loss_scale`.
         """
         routings: list[Routing] = []

@@ -86,14 +86,14 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
     help="Shuffle all training documents with this seed. If the end of the text or the last documents are held out "
-    "(see --split-order), shuffle all documents before that. Without a seed, a text whose end is held out is not "
+    "(see --split-order), shuffle all documents first. Without a seed, a text whose end is held out is not "
     "shuffled, another text of up to 16,384 documents is shuffled, and a longer one is shuffled only in part.",
 )
 @click.option(
     "--exclude",
     multiple=True,
     metavar="DATASET:SPLIT",
-    help="Leave out documents that also occur in this split of a dataset; can be given several times.",
+    help="Leave out documents of which more than half occurs in this split of a dataset; can be given several times.",
 )
 @click.option("--max-documents", type=click.IntRange(1), metavar="N", help="Stop after N documents with text.")
 @click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Stop at the end of the document with token N.")

@@ -105,8 +105,8 @@ def run_(
     max_hours: float | None,
     **machine: Any,
 ) -> None:
-    """Make the missing runs of SWEEP.json. Then train its runs, except finished, diverged and damaged ones: one run
-    after the other, or --groups at a time. A folder that holds another run is refused at once.
+    """Make the missing runs of SWEEP.json. Then train its runs one after the other, or --groups at a time, except
+    finished, diverged and damaged ones. A folder that holds another run is refused at once.
 
     If the sweep ends early, run the same command again to resume it, with a higher limit if one has been reached. A run
     that fails does not stop the others. Ctrl-C stops all runs, each with a checkpoint. The output of a run is written

@@ -137,7 +137,7 @@ def choose_judge(options: dict[str, Any]) -> JudgeSettings:
 
 
 def check_places(path: Path, options: dict[str, Any]) -> None:
-    """Raise UserError if the responses file `path`, the folder --save or --name cannot be used.
+    """Raise UserError if the responses file `path`, --name or the folder --save cannot be used.
 
     Call before anything is downloaded or trained.
     """

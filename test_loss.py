@@ -23,7 +23,11 @@ from harness.common.options import RUNS_DIR, Command
     help="Like the argument RUN[:CHECKPOINT]; can be given several times.",
 )
 @RUNS_DIR
-@click.option("--dataset", help="owner/name or builtin/name; default: what the checkpoint was trained on.")
+@click.option(
+    "--dataset",
+    help="owner/name or builtin/name. Default: what the model was trained on; if that is not known, and the tokenizer "
+    "is GPT-2's, gpjt/fineweb-gpt2-tokens.",
+)
 @click.option(
     "--split", type=click.Choice(["test", "validation"]), help="Default: test if the dataset has it, else validation."
 )

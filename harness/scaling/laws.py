@@ -170,7 +170,7 @@ def fit_law(points: Points, *, resamples: int = 1000, seed: int = 0) -> LawFit |
         fits.append(_minimum(start, np.ones(len(points)), *data))
     value, best = min(fits, key=lambda fit: fit[0])
     if not math.isfinite(value):
-        return Inconclusive("no search for the law converged; check the points for a wrong value")
+        return Inconclusive("every search for the least error overflowed; check the points for a wrong value")
     law = law_of(best)
     if reason := _implausible(law, points):
         return Inconclusive(reason)

@@ -243,8 +243,8 @@ def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
 
 
 def _table(plan: SweepPlan) -> list[str]:
-    """Return the lines of a table with a row for each run that is left to train. A row's cost is the machine's cost
-    divided by `groups`."""
+    """Return the lines of a table with a row for each run that is left to train. A row's cost is the machine's for
+    the run's time, divided by the number of groups."""
     rows = []
     for name, each in zip(cut_names([each.run.name for each in plan.left]), plan.left, strict=True):
         time = "unknown" if each.seconds is None else duration(each.seconds)
