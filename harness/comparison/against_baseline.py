@@ -12,7 +12,7 @@ import numpy as np
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated, counted
 from harness.common.statistics import Inconclusive
-from harness.comparison.arms import Arms, find_arms
+from harness.comparison.arms import Arms, find_arms, kinds_of_chance
 from harness.comparison.quantities import (
     MEASURED_TOO,
     Basis,
@@ -111,7 +111,7 @@ def _compare(
     measured = by_basis(values)[basis]
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in measured.items()}
-    built = {}
+    built, seeded = {}, []  # `seeded`: the runs of each arm whose losses give the spread over seeds
     for name, runs in arms.run_names.items():
         those = [found[run] for run in runs if run in found]
         notes += [
@@ -129,6 +129,7 @@ def _compare(
             except UserError as error:
                 notes.append(str(error))
         built[name] = Arm(name, losses, windows, [record.name for record, _ in those], arms.diverged.get(name, ()))
+        seeded += [] if built[name].flaw else [[record for record, _ in those]]
     baseline = built[own]
     verdicts = compare_arms(baseline, [arm for name, arm in built.items() if name != own])
     left_out: dict[str, list[str]] = {}
@@ -141,6 +142,5 @@ def _compare(
             left_out.setdefault(reason, []).append(record.name)
     notes += [f"{abbreviated(names)}: not compared by {loss}: {reason}" for reason, names in left_out.items()]
     title = f"Against {own} ({counted(baseline.run_count, 'run')}), by {loss} on {basis.words}:"
-    return BaselineComparison(
-        title, verdicts, seeds_sentences(verdicts, [*built.values()], arms.chance), notes + arms.notes, loss
-    )
+    closing = seeds_sentences(verdicts, [*built.values()], kinds_of_chance(seeded))
+    return BaselineComparison(title, verdicts, closing, notes + arms.notes, loss)

@@ -39,7 +39,6 @@ class Arms:
 
     run_names: dict[str, tuple[str, ...]]  # names of each arm's finished runs, by the name of the arm
     notes: list[str] = field(default_factory=list)
-    chance: tuple[str, ...] = ()  # what is seeded differently within an arm, such as "dropout"
     diverged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # diverged runs of each arm, finished or not
 
     def arm_of(self, run: str) -> str | None:
@@ -62,7 +61,6 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
     unfinished: dict[str, list[str]] = {}
     by_settings: dict[tuple[str, ...], list[RunRecord]] = {}  # by the run's name if its settings are not known
     unknown, repeated, arms = [], [], []
-    varied: set[str] = set()
     for record in records:
         if record.state.word != "finished":
             unfinished.setdefault(record.state.word, []).append(record.name)
@@ -79,7 +77,6 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
             by_seed.setdefault(json.dumps(seeds_of(record)), record.name)
         counted = [record for record in members if record.name in by_seed.values()]
         arms.append(tuple(record.name for record in counted))
-        varied |= {key for key in SEEDS if len({json.dumps(seeds_of(each)[key]) for each in counted}) > 1}
         if again := [record.name for record in members if record.name not in by_seed.values()]:
             repeated.append(f"{abbreviated(again)}: not counted, because another run has the same seed and settings")
         first_runs.setdefault(shared, []).append(counted[0])
@@ -101,8 +98,7 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         ]
         together = ", ".join(record.name for record in firsts)
         notes.append(f"{together} differ in {' and '.join(differing)}: not counted as replicates")
-    chance = tuple(what for key, what in SEEDS.items() if key in varied)
-    return Arms(named, notes, chance, diverged)
+    return Arms(named, notes, diverged)
 
 
 def _diverged(records: Sequence[RunRecord], arms: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
@@ -135,6 +131,12 @@ def seeds_of(record: RunRecord) -> dict[str, Any]:
     common = train.get(SEED, TrainConfig.model_fields[SEED].default)
     own = {key: common if train.get(key) is None else train[key] for key in SEEDS}
     return {key: seed if uses[key] else None for key, seed in own.items()}
+
+
+def kinds_of_chance(arms: Sequence[Sequence[RunRecord]]) -> tuple[str, ...]:
+    """Return what is seeded differently within one of the arms, such as "dropout"."""
+    seeds = [[{key: json.dumps(seed) for key, seed in seeds_of(record).items()} for record in arm] for arm in arms]
+    return tuple(what for key, what in SEEDS.items() if any(len({each[key] for each in arm}) > 1 for arm in seeds))
 
 
 def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:

@@ -236,7 +236,7 @@ def _tested(
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Sequence[str] = ()) -> str:
     """Return sentences on training noise (the spread over seeds), and on the number of seeds that it takes to detect
     0.01 nats, or the difference of an inconclusive verdict. `arms` are all compared arms, including the baseline.
-    `chance` is that of `Arms`.
+    `chance` is that of `kinds_of_chance`.
 
     The numbers are for a test of one arm, without Holm's correction and without the text noise that all runs share.
     """

@@ -117,6 +117,18 @@ def test_validation_losses_serve_where_no_other_arm_has_a_test_loss(tmp_path: Pa
     assert "training noise is unknown" in verdict.sentence
 
 
+def test_the_kinds_of_chance_are_those_of_the_runs_whose_losses_are_compared(tmp_path: Path) -> None:
+    """A shuffled arm without test losses adds nothing to the spread, so the spread does not cover the data's order."""
+    runs = [*arm(tmp_path, 0.001, (2.600, 2.602)), *arm(tmp_path, 0.002, (2.500, 2.503))]
+    for seed in (1, 2):
+        run = RunFolder(tmp_path, f"shuffled-seed{seed}", {"shuffle": True, "random_seed": seed})
+        runs.append(run.finish(final_validation_loss=2.5))
+    assert "Seeds (of the initial weights) alone" in compare_with("lr-0.001-seed-1", records(*runs)).closing
+    runs[-2].test_loss(2.4, windows=600), runs[-1].test_loss(2.41, windows=600)
+    both = "Seeds (of the initial weights and the order of the data) alone"
+    assert both in compare_with("lr-0.001-seed-1", records(*runs)).closing
+
+
 def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_path: Path) -> None:
     a, b, c = (finished_run(tmp_path, name, rate) for rate, name in enumerate("abc", start=1))
     a.test_loss(2.5), b.test_loss(2.4), c.test_loss(2.3, sha256="00" * 32)

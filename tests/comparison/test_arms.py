@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.comparison.arms import SEED, SEEDS, WITHOUT_EFFECT, Arms, find_arms
+from harness.comparison.arms import SEED, SEEDS, WITHOUT_EFFECT, Arms, find_arms, kinds_of_chance
 from harness.comparison.records import RunRecord, State
 from harness.model.config import ModelConfig
 from harness.runs.directory import RunDirectory
@@ -38,9 +38,9 @@ WEIGHTS = (SEEDS["init_seed"],)
 DROPPING: dict[str, Any] = {"model": {"drop_rate": 0.1}}
 
 
-def arms_of(**runs: dict[str, Any]) -> Arms:
-    """Return the arms of finished runs. The keywords are the names of the runs. A run's dict has the keys that differ
-    from TRAIN. Under "model" it has those that differ from MODEL, and under "summary" those that differ from RECORDED.
+def records_of(**runs: dict[str, Any]) -> list[RunRecord]:
+    """Return the records of finished runs. The keywords are the runs' names. A run's dict has the keys that differ from
+    TRAIN. Under "model" it has those that differ from MODEL, and under "summary" those that differ from RECORDED.
     "left_out" names keys that train.json lacks."""
     records = []
     for name, changes in runs.items():
@@ -49,7 +49,11 @@ def arms_of(**runs: dict[str, Any]) -> Arms:
         train = {key: value for key, value in {**TRAIN, **changes}.items() if key not in left}
         state, directory = State("finished"), RunDirectory(Path("runs") / name)
         records.append(RunRecord(name, directory, state, model, train, RunSummary.model_construct(**recorded)))
-    return find_arms(records)
+    return records
+
+
+def arms_of(**runs: dict[str, Any]) -> Arms:
+    return find_arms(records_of(**runs))
 
 
 def groups_of(**runs: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -58,7 +62,7 @@ def groups_of(**runs: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def test_runs_that_differ_in_their_seed_are_replicates() -> None:
     arms = arms_of(a={SEED: 1}, x={"learning_rate": 0.003}, b={SEED: 2})
-    assert arms == Arms({"a": ("a", "b"), "x": ("x",)}, chance=WEIGHTS)
+    assert arms == Arms({"a": ("a", "b"), "x": ("x",)})
 
 
 def test_the_same_seed_again_counts_once() -> None:
@@ -70,17 +74,17 @@ def test_the_same_seed_again_counts_once() -> None:
 def test_the_kinds_of_chance_are_those_whose_seeds_differ_and_are_used() -> None:
     order, dropout = SEEDS["data_seed"], SEEDS["dropout_seed"]
     shuffled = {"shuffle": True, **DROPPING}
-    assert arms_of(a={}, b={SEED: 1, **DROPPING, "learning_rate": 1.0}).chance == ()
-    assert arms_of(a={**DROPPING}, b={SEED: 1, **DROPPING}).chance == (*WEIGHTS, dropout)
-    assert arms_of(a={**shuffled}, b={SEED: 1, **shuffled}).chance == (*WEIGHTS, order, dropout)
-    assert arms_of(a={**shuffled}, b={"data_seed": 1, **shuffled}).chance == (order,)
+    assert kinds_of_chance([records_of(a={}), records_of(b={SEED: 1, **DROPPING})]) == ()
+    assert kinds_of_chance([records_of(a={**DROPPING}, b={SEED: 1, **DROPPING})]) == (*WEIGHTS, dropout)
+    assert kinds_of_chance([records_of(a={**shuffled}, b={SEED: 1, **shuffled})]) == (*WEIGHTS, order, dropout)
+    assert kinds_of_chance([records_of(a={**shuffled}, b={"data_seed": 1, **shuffled})]) == (order,)
     assert arms_of(a={}, b={"dropout_seed": 1}).notes == [
         "b: not counted, because another run has the same seed and settings"
     ]
     own = {"init_seed": 5, "data_seed": 5}
-    assert arms_of(a={SEED: 5, **shuffled}, b={SEED: 7, **own, **shuffled}).chance == (dropout,)
+    assert kinds_of_chance([records_of(a={SEED: 5, **shuffled}, b={SEED: 7, **own, **shuffled})]) == (dropout,)
     given = {"initial_weights": "/a/model.safetensors", "shuffle": True}
-    assert arms_of(a={**given}, b={SEED: 1, **given}).chance == (order,)
+    assert kinds_of_chance([records_of(a={**given}, b={SEED: 1, **given})]) == (order,)
 
 
 def test_keys_of_earlier_versions_count_where_they_were_on() -> None:
@@ -173,7 +177,7 @@ def test_summaries_without_precision_compare_as_before_unless_two_are_recorded()
     """Summaries of earlier versions do not record the precision. Their runs still count as replicates of other runs,
     unless those record two different precisions."""
     low, full = {"summary": {"precision": "bf16"}}, {"summary": {"precision": "fp32"}}
-    assert arms_of(a={}, b={SEED: 1, **low}) == Arms({"a": ("a", "b")}, chance=WEIGHTS)
+    assert arms_of(a={}, b={SEED: 1, **low}) == Arms({"a": ("a", "b")})
     arms = arms_of(a={}, b={SEED: 1, **low}, c={SEED: 2, **full})
     assert arms.run_names == {"a": ("a",), "b": ("b",), "c": ("c",)}
     assert arms.notes == ["a, b, c differ in precision (not recorded, bf16, fp32): not counted as replicates"]
