@@ -296,4 +296,7 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     lines += [line for each in said for line in paragraph(f"    {each}", indent=8)]
     remarks = dict.fromkeys(each.plan.dataset_remark for each in left)
     notes = [note for note in (*remarks, plan.disk_shortage(place)) if note]
+    timed = [(each, each.seconds) for each in left if each.seconds is not None]
+    if early := [run.run.name for run, seconds in timed if seconds < sum(run.plan.seconds(run.speed).values())]:
+        notes.append(f"{', '.join(early)}: would stop before the end, at max_hours or max_dollars in train.json")
     return lines + [line for note in notes for line in paragraph(f"note: {note}")]
