@@ -96,8 +96,9 @@ class Mirror:
 
     def files(self) -> dict[str, int]:
         """Return the size in bytes of every file below the run's folder, by path."""
+        fs = self._fs
         try:
-            found = self._fs.find(self._root, detail=True)
+            found = _find(fs, self._root) if self.scheme in FOLDERS else fs.find(self._root, detail=True)
         except FileNotFoundError:
             return {}
         start = len(self._root.strip("/")) + 1
@@ -192,6 +193,16 @@ class Mirror:
             if isinstance(time_of_store, datetime):
                 return time_of_store.timestamp()
         return None
+
+
+def _find(fs: Any, folder: str) -> dict[str, Any]:
+    """Do the work of `fs.find`, which takes a folder for empty if the connection is lost. Raises the errors of the
+    store."""
+    found: dict[str, Any] = {}
+    with suppress(FileNotFoundError, PermissionError):  # deleted meanwhile, or not ours, such as lost+found
+        for info in fs.ls(folder, detail=True):
+            found |= _find(fs, info["name"]) if info["type"] == "directory" else {info["name"]: info}
+    return found
 
 
 def _known_hosts_only() -> Any:

@@ -8,9 +8,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import paramiko
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from harness.common.errors import RunError, UserError
@@ -127,6 +129,25 @@ def test_a_store_that_keeps_half_of_a_file_is_found_out(
     second = add_machine(tmp_path, "second", mirror="memory://store")
     second.train_here()
     assert_same_end(machine.runs / "r", second.runs / "r")
+
+
+@pytest.mark.parametrize("folder", ["r", "checkpoints"])
+def test_a_listing_that_fails_is_no_empty_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """After hours of `--wait`, for example, the connection of sftp:// may be lost."""
+    mirror, ls = Mirror(f"file://{tmp_path}/store", "r"), LocalFileSystem.ls
+    mirror.write("checkpoints/a/meta.json", b"{}")
+    mirror.write("train.json", b"{}")
+    assert mirror.files() == {"checkpoints/a/meta.json": 2, "train.json": 2}
+    assert Mirror(mirror.url, "none").files() == {}
+
+    def fails(self: LocalFileSystem, path: str, *args: Any, **options: Any) -> Any:
+        if path.endswith(f"/{folder}"):
+            raise OSError("Socket is closed")
+        return ls(self, path, *args, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", fails)
+    with pytest.raises(OSError, match="Socket is closed"):
+        mirror.files()
 
 
 def test_a_store_that_fails_in_the_middle_of_a_file_is_given_up(
