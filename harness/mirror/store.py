@@ -3,6 +3,7 @@ all."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -64,10 +65,11 @@ class Mirror:
         try:
             fsspec.get_filesystem_class(self.scheme)
             if self.scheme == "hf":  # huggingface_hub writes a line for each of its retries
-                from huggingface_hub import logging
+                from huggingface_hub import logging as hub_logging
 
-                logging.set_verbosity_error()
+                hub_logging.set_verbosity_error()
             if self.scheme == "sftp":
+                logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it writes tracebacks to standard error
                 options |= {"timeout": 10, "banner_timeout": NETWORK_SECONDS, "host_key_policy": _known_hosts_only()}
             else:
                 options |= {"use_listings_cache": False}

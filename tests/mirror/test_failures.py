@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import shlex
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -129,6 +131,14 @@ def test_a_store_that_keeps_half_of_a_file_is_found_out(
     second = add_machine(tmp_path, "second", mirror="memory://store")
     second.train_here()
     assert_same_end(machine.runs / "r", second.runs / "r")
+
+
+def test_an_ssh_server_that_hangs_up_is_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        with pytest.raises(paramiko.SSHException):
+            Mirror(f"sftp://me@127.0.0.1:{server.getsockname()[1]}/runs", "r").files()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("folder", ["r", "checkpoints"])
