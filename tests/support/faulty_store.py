@@ -67,7 +67,7 @@ def watch(scheme: str, fault: Fault) -> Callable[[], None]:
         def pipe_file(self, target: str, data: bytes, **options: Any) -> None:
             pipe(self, bytes(data), target)
 
-    for name in ("find", "info", "cat_file", "mv", "rm", "makedirs"):
+    for name in ("find", "ls", "info", "cat_file", "mv", "rm", "makedirs"):
         setattr(Watched, name, reads(name))
     register_implementation(scheme, Watched, clobber=True)
     return lambda: register_implementation(scheme, base, clobber=True)
