@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from harness.common.errors import EXIT, UserError
-from harness.common.memory import free_memory, keep_if_ample
+from harness.common.memory import free_memory, is_out_of_memory, keep_if_ample
 from harness.data.loader import TokenLoader
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World, say
@@ -275,10 +275,13 @@ def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> Non
 
 @contextmanager
 def state_errors_as_user_errors(file: Path) -> Iterator[None]:
-    """Context manager that turns errors from a state of unexpected structure into UserError, which names `file`."""
+    """Context manager that turns errors from a state of unexpected structure into UserError, which names `file`. If
+    memory has run out, the error stays as it is."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
         raise UserError(
             f"{file}: does not hold this run's state: {reason}; give the name of another checkpoint, or --restart"

@@ -213,3 +213,12 @@ def test_a_notebooks_state_is_of_no_use_to_another_optimizer() -> None:
     numbered = {index: {"step": 3.0, "exp_avg": tensor} for index, tensor in enumerate(tensors)}
     with pytest.raises(UserError, match=r"optimizer.pt: does not hold this run's state"):
         restore_optimizer(step, Checkpoint({}, {"state": numbered}, {}, {}, CheckpointMeta(global_step=2)), PATH)
+
+
+def test_a_state_without_memory_is_not_taken_for_another_runs() -> None:
+    """Training says that memory has run out, and does not advise to give the checkpoint up."""
+    step = trained_step(MUON)
+    saved = checkpoint_of(state_of(step.optimizer))
+    short = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 MiB.")
+    with mock.patch.object(Muon, "load_named_state", side_effect=short), pytest.raises(torch.OutOfMemoryError):
+        restore_optimizer(step, saved, PATH)
