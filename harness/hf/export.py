@@ -110,6 +110,8 @@ def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int
         "model_max_length": context_length,
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), ours.decode([ours.eot_token])),
         "clean_up_tokenization_spaces": False,
+        # Before version 5, transformers would add token_type_ids. GPT-2 adds their embeddings, and others refuse them.
+        "model_input_names": ["input_ids", "attention_mask"],
     }
     _write_json(folder / "tokenizer_config.json", settings)
 

@@ -133,6 +133,9 @@ def test_transformers_loads_what_is_exported_as_the_same_model(
     assert tokenizer.decode(own.encode(TEXT)) == TEXT
     assert tokenizer.eos_token_id == own.eot_token == theirs.generation_config.eos_token_id
     assert tokenizer.model_max_length == model.config.context_length
+    # Before version 5, transformers would otherwise give the model token_type_ids, too.
+    settings = json.loads((path / "out" / "tokenizer_config.json").read_text())
+    assert settings["model_input_names"] == ["input_ids", "attention_mask"]
     modes = {each.name: each.stat().st_mode & 0o777 for each in (path / "out").iterdir()}
     assert set(modes.values()) == {0o644}, modes
     assert sorted(each.name for each in path.iterdir()) == ["c", "out"]
