@@ -104,7 +104,7 @@ class Mirror:
         except FileNotFoundError:
             return {}
         start = len(self._root.strip("/")) + 1
-        return {name.strip("/")[start:]: int(info["size"] or 0) for name, info in found.items()}
+        return {name.strip("/")[start:]: int(info["size"] or 0) for name, info in sorted(found.items())}
 
     def runs(self) -> list[str]:
         """Return the sorted names of the folders in a mirror that was opened without a run's name."""
