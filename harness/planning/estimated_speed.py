@@ -1,5 +1,5 @@
-"""Estimated training speed on a GPU, in tokens per second, by a roofline model (Williams et al. 2009) whose terms add
-up."""
+"""Estimated training speed on a GPU, in tokens per second, by a roofline model (Williams et al. 2009) whose terms are
+summed."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class Experiment:
             )
 
     def check_restart(self) -> None:
-        """Raise UserError if --restart would move the file `initial_weights` aside before training reads it."""
+        """Raise UserError if --restart would move the file `initial_weights` aside."""
         weights, own = self.initial_weights, os.path.realpath(self.run.checkpoints)
         if weights is not None and weights.is_file() and weights.resolve().is_relative_to(own):
             raise UserError(

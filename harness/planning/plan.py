@@ -131,9 +131,9 @@ class Plan:
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def added_checkpoints(self, *, at_end: bool = False) -> int:
-        """Return the largest number of checkpoints that can be on the disk in addition to those that are there now.
+        """Return the largest number of checkpoints that can ever be on the disk besides those that are there now.
 
-        With `at_end`, this is the number once the run has finished without a further stop, otherwise at any time.
+        With `at_end`, this is the number once the run has finished without a further stop.
         """
         assert self.position is not None
         steps = [at for at, _ in list_checkpoints(self.experiment.run.checkpoints)] if self.is_continued else []
@@ -408,7 +408,7 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         said = f"{key} {getattr(config, key):g}: {duration(left)} left" if left > 0 else reached
         if left > 0 and true_ceilings[key] != left:
             said += f" at ${config.price_per_hour:g}/h, {duration(true_ceilings[key])} at ${price:g}/h"
-            said += " (correct price_per_hour)"
+            said += " (set price_per_hour to that)"
         early = needed is not None and 0 < left < needed
         rows.append(("ceiling", f"{said}{'; the run would stop there, before its end' if early else ''}"))
     return [*rows, *_time_rows(plan, speed)]

@@ -62,7 +62,7 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
     """Return train.json's schedule for a run of `total_steps` global steps.
 
     `largest_batch_tokens` is the number of tokens of the run's largest global batch. Raises UserError if warm-up and
-    decay are longer than the run.
+    decay together are longer than the run.
     """
     warmup_steps = config.warmup_steps or 0
     if config.warmup_period_percent is not None:
@@ -75,7 +75,7 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
         decay = f' and {decay_steps} of decay ("decay_period_percent")' if decay_steps else ""
         raise UserError(
             f'train.json: key "warmup_steps": {warmup_steps} steps of warm-up{decay} are longer than the run of '
-            f"{total_steps} global steps; shorten it or make the run longer"
+            f"{total_steps} global steps; shorten the warm-up or make the run longer"
         )
     ramp_tokens = largest_batch_tokens if config.scale_with_batch else None
     return Schedule(config.lr_schedule, total_steps, warmup_steps, decay_steps, config.min_lr_ratio, ramp_tokens)

@@ -51,7 +51,7 @@ class Progress(BaseModel):
     # reported since the previous planned checkpoint.
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
-    best_loss: Loss | None = None  # lowest val_loss of a planned checkpoint; null without validation
+    best_loss: Loss | None = None  # lowest loss of a validation right before a planned checkpoint; null without any
     best_step: RecordedCount | None = None  # global step of best_loss; without validation, of the last checkpoint
     skipped_steps: RecordedCount = 0  # steps without an update, because a gradient was not finite
     loss_sum: Loss | None = 0.0  # sum over the microbatches since the last `close_loss_period`; null if not finite
@@ -369,7 +369,7 @@ def _own_sha256(values: dict[str, Any]) -> str:
 def upgrade_notebook_meta(
     path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
 ) -> CheckpointMeta:
-    """Return `meta`, the meta.json of the checkpoint `path`, with the keys that training needs and that the notebook's
+    """Return `meta`, the meta.json of the checkpoint `path`, after adding keys that training needs and the notebook's
     program does not write. A meta.json of this program is returned unchanged.
 
     - `provenance`: the origin of the run that resumes from the checkpoint; None: not known yet.

@@ -139,8 +139,8 @@ class RunDirectory:
         return runs
 
     def check_outputs(self) -> None:
-        """Raise UserError if no file can be created in the run's folder or in `checkpoints/`. Metrics and summary must
-        be regular files or missing."""
+        """Raise UserError if the run's folder or `checkpoints/` is not writable, or if metrics or summary exist but are
+        not regular files."""
         check_writable(self.path)
         if os.path.lexists(self.checkpoints):  # it may be a file, or a link to a folder that is gone
             check_writable(self.checkpoints)

@@ -70,8 +70,8 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
       watcher does nothing.
     - `mirror`: the URL of the mirror, or None.
 
-    Sets `EXIT.before_end` to a function that gives the watcher this process's exit status, and waits until the watcher
-    has ended. If torchrun started this process, the function does not wait: the watcher waits for torchrun's end.
+    Sets `EXIT.before_end` to a function that gives the watcher this process's exit status and waits for the watcher's
+    end. If torchrun started this process, the function does not wait: the watcher waits for torchrun's end.
     """
     if config.on_end is None and config.notify is None:
         return

@@ -22,10 +22,10 @@ def is_muons(name: str, shape: Sequence[int]) -> bool:
 
 
 def newton_schulz_flops(rows: int, columns: int) -> int:
-    """Return the FLOPs of Muon's Newton-Schulz iteration for a matrix X, whose sides may be given in either order.
+    """Return the FLOPs of Muon's Newton-Schulz iterations for a matrix X, whose sides may be given in either order.
 
-    With sides M <= N, a step takes 4·M²·N + 2·M³ FLOPs for X·Xᵀ, the square of X·Xᵀ, and a product with X. Keller
-    Jordan (https://kellerjordan.github.io/posts/muon/) gives the bound 6·N·M².
+    With sides M <= N, each iteration takes 4·M²·N + 2·M³ FLOPs for X·Xᵀ, the square of X·Xᵀ, and a product with X.
+    Keller Jordan (https://kellerjordan.github.io/posts/muon/) gives the bound 6·N·M².
     """
     low, high = min(rows, columns), max(rows, columns)
     return NEWTON_SCHULZ_STEPS * (4 * low**2 * high + 2 * low**3)

@@ -142,8 +142,8 @@ class TrainConfig(RunFile):
     batch_ramp: Annotated[list[Annotated[tuple[Count, Count], Field(strict=False)]] | None, Affects.BATCH] = Field(
         default=None, min_length=1
     )
-    """A global batch that grows: pairs [tokens, sequences] in ascending order. From this number of tokens on, the
-    global batch is this number of sequences over all ranks."""
+    """A global batch that grows: with [[0, 8], [1000000, 16]] it has 8 sequences over all ranks for 1,000,000 tokens,
+    then 16."""
     learning_rate: Rate = 0.0004
     """Peak learning rate."""
     weight_decay: Finite = Field(default=0.1, ge=0)
@@ -213,7 +213,7 @@ class TrainConfig(RunFile):
     checkpoint_interval: Positive | None = None
     """Global steps between checkpoints; null: as validation_interval."""
     keep_checkpoints: Annotated[Positive | None, Affects.NOTHING] = None
-    """Keep the newest N besides best and latest; null: all."""
+    """Keep the newest N besides best, latest and the one resumed from; null: all."""
     async_checkpoint: Annotated[bool, Affects.NOTHING] = False
     """Write checkpoints in a background thread. Training pauses at most until the previous one is written and weights
     and optimizer state are copied."""
@@ -391,7 +391,7 @@ def _check_schedule(config: TrainConfig) -> None:
             'key "decay_period_percent": missing; "lr_schedule": "wsd" needs it; give a percentage, e.g. 20'
         )
     if config.lr_schedule != "wsd" and config.decay_period_percent is not None:
-        raise ValueError('key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there; remove it')
+        raise ValueError('key "decay_period_percent": belongs with "lr_schedule": "wsd"; remove it')
     if config.lr_schedule == "constant" and config.min_lr_ratio != DEFAULT_MIN_LR_RATIO:
         raise ValueError('key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"; remove it')
     if (config.warmup_period_percent or 0) + (config.decay_period_percent or 0) > 100:

@@ -230,7 +230,7 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
         return TrainedModel.read(run.path, label=name)
     remedy = "train the run, or name another checkpoint, as RUN:CHECKPOINT"
     if run.metrics.exists() and not list_checkpoints(run.checkpoints):
-        remedy = "if it trains elsewhere, fetch its checkpoints by mirror.py fetch (not with --without-weights)"
+        remedy = "if the run trains elsewhere, fetch its checkpoints by mirror.py fetch (not with --without-weights)"
     raise NoCheckpointError(f"{run.checkpoints}: no best or latest checkpoint; {remedy}")
 
 
@@ -350,8 +350,8 @@ def warned_if_not_kept() -> Iterator[None]:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a draft folder, which is renamed to `folder` after the body. If the body fails, the draft is removed.
 
-    Raises UserError if `folder` is a link, a file, or not empty. An OSError or SafetensorError, from the body, too,
-    becomes a RunError.
+    Raises UserError if `folder` is a link, a file, or not empty. Turns an OSError or SafetensorError, also of the body,
+    into a RunError.
     """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists; give another place, or move it away")

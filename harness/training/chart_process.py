@@ -24,7 +24,7 @@ class ChartProcess:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._process: subprocess.Popen[str] | None = None
-        self._is_stale = False  # the metrics have changed since the process began
+        self._is_stale = False  # `draw` was called while the process was drawing
 
     def draw(self) -> None:
         """Start to draw the chart from the metrics so far, and return at once. If an earlier chart is still being
@@ -48,7 +48,7 @@ class ChartProcess:
             self._warn(f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error))
 
     def finish(self, seconds: float) -> None:
-        """Wait until the chart shows the newest metrics or drawing has failed, for at most `seconds`."""
+        """Wait until all calls of `draw` are carried out or have failed, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self._process is not None:
             try:

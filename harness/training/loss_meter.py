@@ -74,7 +74,8 @@ class LossMeter:
 
     def reduce(self, world: World, own_seconds: float = 0.0) -> TrainMetrics:
         """Return on every rank the metrics since the last report, and reset the meter. `own_seconds` is this rank's
-        entry in the result's list. With empty meters, `microbatches` is 0. Waits for the device. Collective."""
+        entry in the result's list of that name. With empty meters, `microbatches` is 0. Waits for the device.
+        Collective."""
         states, seconds = zip(*world.gather((self.state(), own_seconds)), strict=True)
         columns = list(zip(*states, strict=True))
         sums, counts, minima, maxima, norms, skipped, rows, longest = columns[: len(self.EMPTY)]

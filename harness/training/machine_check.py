@@ -319,7 +319,7 @@ def three_digits(value: float) -> str:
 
 
 def table(rates: Sequence[DeviceRates]) -> Iterator[str]:
-    """Yield the lines of a table of the ranks' devices and rates, at most 80 characters wide."""
+    """Yield the lines of a table of the ranks' devices and rates."""
     headings, rows = ["rank", "device", "GiB free", f"{rates[0].precision} TFLOP/s", "copies GB/s"], []
     if has_host := all(each.from_host is not None for each in rates):
         headings.append("from host GB/s")

@@ -126,8 +126,8 @@ class Reporter:
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
-        """Print the run's steps and tokens. For a new run, also print its size, devices and precision. With `saved`,
-        the checkpoint from which the run continues, also print what has changed since."""
+        """Print the number of steps to do and their tokens. For a new run, also print its size, devices and precision.
+        With `saved`, the checkpoint from which the run continues, also print what has changed since."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"
@@ -214,7 +214,7 @@ class Reporter:
             self._announce(said, state)
 
     def sample(self, sample: str | Exception, state: TrainState) -> None:
-        """Print a sample, or the error that prevented it. Only a sample is written to metrics.jsonl."""
+        """Print a sample, or the error that prevented it. A sample is also written to metrics.jsonl."""
         if isinstance(sample, str):
             self.record(SampleEvent, state, text=sample)
         text = escape_controls(sample) if isinstance(sample, str) else f"no sample: {sample}"

@@ -68,11 +68,12 @@ class PreparedRun(Plan):
 def prepare(
     experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions
 ) -> PreparedRun:
-    """Return the checked inputs of training. Takes the run's lock and the mirror's lease, fetches missing data and a
-    newer checkpoint in the mirror, verifies the checkpoint to resume from, and checks the plan. Collective.
+    """Return the checked inputs of training. Takes the run's lock and the mirror's lease, fetches missing data,
+    verifies the checkpoint to resume from, and checks the plan. Collective.
 
-    `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run with --restart or
-    without a checkpoint. If torchrun has restarted a run that had begun, `checkpoint` and --restart have no effect.
+    `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, fetched if only the mirror has
+    it, or a new run with --restart or without a checkpoint. If torchrun has restarted a run that had begun,
+    `checkpoint` and --restart have no effect.
 
     Adds the checkpoint's seconds and dollars to `clock`. Raises UserError or RunError if a check fails.
     """

@@ -140,7 +140,7 @@ class OptimizerStep:
 
         Afterwards `.grad` of each parameter is the mean gradient over the microbatches of all ranks, or with
         `exchange=False` of this rank. In fp16, gradients are multiplied by the scaler's scale. Without
-        DistributedDataParallel, call `forget_gradients` before the next call. With it, and with `exchange`, collective.
+        DistributedDataParallel, call `forget_gradients` before the next call. Collective if gradients are exchanged.
         """
         # DDP's buckets still hold the gradients of the last step. (Without DDP, `forget_gradients` has freed them.)
         # For several microbatches, which are added up, set them to zero, because a gradient of None would be allocated

@@ -320,7 +320,7 @@ NO_VALIDATION: dict[str, Any] = {"validation_interval": ..., "validation_batches
         ({"lr_schedule": "cosine", "decay_period_percent": 9}, '"decay_period_percent": belongs with "lr_schedule"'),
         ({"lr_schedule": "wsd", "decay_period_percent": 60, "warmup_period_percent": 41}, "together above 100"),
         ({"lr_schedule": "wsd"}, 'key "decay_period_percent": missing; "lr_schedule": "wsd" needs it'),
-        ({"lr_schedule": "linear", "decay_period_percent": 20}, 'belongs with "lr_schedule": "wsd", and only there'),
+        ({"lr_schedule": "linear", "decay_period_percent": 20}, 'belongs with "lr_schedule": "wsd"; remove it'),
         ({"min_lr_ratio": 0.0}, 'key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"'),
         ({"optimizer": "muon", "precision": "fp16"}, 'keys "optimizer" and "precision"'),
         ({"optimizer": "muon", "muon_momentum": 0.8, "muon_momentum_warmup_steps": 9}, "momentum rises from 0.85, and"),

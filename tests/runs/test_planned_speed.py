@@ -250,7 +250,7 @@ def test_a_ceiling_counts_at_the_price_of_the_planned_machine(tmp_path: Path) ->
     assert dollars(found)[2] > 5
     # Training would stop by the price in train.json.
     assert found["ceiling"].startswith(
-        "max_dollars 5: 0.48 h left at $10.32/h, 0.21 h at $23.92/h (correct price_per_hour)"
+        "max_dollars 5: 0.48 h left at $10.32/h, 0.21 h at $23.92/h (set price_per_hour to that)"
     )
 
 
@@ -258,7 +258,7 @@ def test_more_gpus_than_a_machine_has_cost_as_much_as_several_machines(tmp_path:
     where = shipped(tmp_path, "8xh100m80", max_dollars=20.0)
     found = rows(where, "8xh100m80", ranks=16, assume_tps=500_000)
     assert "at $47.84/h, the price of 2 x 8x H100 80 GiB" in found["cost"]
-    assert "at $23.92/h, 0.42 h at $47.84/h (correct price_per_hour)" in found["ceiling"]
+    assert "at $23.92/h, 0.42 h at $47.84/h (set price_per_hour to that)" in found["ceiling"]
 
 
 # Estimated speeds. Tokens per second of eight GPUs, as --plan rounds them; the notebook measured 234,480 to 778,107.
