@@ -141,12 +141,13 @@ class Uploads:
         if self.lease is not None:
             self.lease.check()
         there = self.mirror.files()
+        # In every call, because files in the mirror can be lost or replaced after they were sent.
+        self._versions = {name: version for name, version in self._versions.items() if name in there}
         if self._is_first:
             self._set_aside(there)
             for name in ("model.json", "train.json"):
                 self._send_small(name, self.run.path / name)
             self._is_first = False
-        # In every call, because files in the mirror can be lost or replaced after they were sent.
         self._whole = {path.name for path in self._wanted() if self._is_whole(path, there)}
         self._delete_incomplete(there)
         while todo := self._unsent():

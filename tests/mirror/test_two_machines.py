@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from harness.mirror.store import Mirror
+from harness.mirror.upload import Uploads
 from harness.runs.checkpoints import list_checkpoints
+from harness.runs.directory import RunDirectory
 from tests.support.in_process import InProcess
 from tests.support.launch import metrics
 from tests.support.same_end import assert_same_end
@@ -88,6 +91,16 @@ def test_a_folder_in_a_checkpoint_is_not_sent(first: InProcess) -> None:
     first.script("mirror.py", "push", "r", url(first))
     assert (remote(first) / "checkpoints" / latest.name / "meta.json").stat().st_mtime_ns == before, "not sent again"
     assert not (remote(first) / "checkpoints" / latest.name / "exported").exists()
+
+
+def test_files_that_the_mirror_has_lost_are_sent_again(first: InProcess) -> None:
+    """Someone has emptied the bucket, or its rules delete files after some days. Without train.json, it has no run."""
+    uploads = Uploads(RunDirectory(first.runs / "r"), Mirror(url(first), "r"), keep=None, start_step=4)
+    uploads.push()
+    sent = sorted(path.name for path in remote(first).iterdir())
+    shutil.rmtree(remote(first))
+    uploads.push()
+    assert sorted(path.name for path in remote(first).iterdir()) == sent
 
 
 def test_a_damaged_checkpoint_gives_way_to_an_older_one(first: InProcess) -> None:
