@@ -76,11 +76,20 @@ def test_a_machine_that_fell_silent_has_lost_the_run(first: Lease, second: Lease
 
 def test_a_machine_that_fell_silent_has_lost_a_run_that_was_released_since(first: Lease, second: Lease) -> None:
     first._released.set()  # as if the machine were frozen
+    first._mirror.write("train.json", b"{}")
     time.sleep(1.2)
     second.take(wait=False, take_over=False)
     second.release()
     with pytest.raises(LeaseLost, match="another machine"):
         first.check()
+
+
+def test_a_store_that_was_away_for_long_was_taken_by_nobody(tmp_path: Path, first: Lease) -> None:
+    first._mirror.write("train.json", b"{}")
+    first._released.set()  # nothing is written to the store while it is away
+    (tmp_path / "store").rename(tmp_path / "unmounted")
+    time.sleep(1.2)
+    first.check()
 
 
 def test_one_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
