@@ -80,7 +80,7 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     default="seeded",
     show_default=True,
     help="seeded: hold out documents drawn with a fixed seed, or the end of the text if its documents are few and "
-    "long. given: hold out the last documents; fractions then count documents, not bytes.",
+    "long. given: hold out the last documents; fractions then count documents (tokens if a split would have none).",
 )
 @click.option(
     "--shuffle-seed",
@@ -232,9 +232,10 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
         # If `split_order` is "given", the fraction asked for is one of the documents, not of the bytes.
         is_off = options["split_order"] != "given" and asked and abs(share - asked) > asked / 10
         if asked and (split.documents < FEW_DOCUMENTS or is_off):
+            of = " of the documents" if options["split_order"] == "given" else ""
             yield (
-                f"{split.name} is {document_count(split.documents)} with {share:.2%} of the text ({asked:.2%} asked "
-                f"for); its loss may not represent the whole text; --{split.name}-fraction changes the share"
+                f"{split.name} is {document_count(split.documents)} with {share:.2%} of the text ({asked:.2%}{of} "
+                f"asked for); its loss may not represent the whole text; --{split.name}-fraction changes the share"
             )
     yield f"{output_dir} is complete, with a vocabulary of {vocab_size:,} tokens"
     yield "Next:"

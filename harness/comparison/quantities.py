@@ -351,7 +351,8 @@ def _measurements(
         value, error = read(first) or (None, "")
         if value is not None:
             found.append(Measurement(value, basis, remark, error, first))
-    before_end = f"measured only at {abbreviated(early)}, before the run's end; measure its best checkpoint, too"
+    those = abbreviated([*dict.fromkeys(early)])
+    before_end = f"measured only at {those}, before the run's end; measure its best checkpoint, too"
     return found or Inconclusive(before_end if early else MEASURED_BY[kind])
 
 

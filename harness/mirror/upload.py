@@ -325,8 +325,8 @@ class Uploads:
                     self.mirror.delete(f"checkpoints/{name}")
 
     def _prune(self, there: dict[str, int]) -> None:
-        """Once the newest and the best checkpoint are sent or damaged here, delete all but the newest `keep` of the
-        others in the mirror. Those set aside stay."""
+        """Once no wanted checkpoint is left to send, delete all but the newest `keep` of the mirror's others. Those set
+        aside stay."""
         wanted = {path.name for path in self._wanted()}
         if self.keep is None or self._unsent():
             return

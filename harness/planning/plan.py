@@ -93,8 +93,8 @@ class Plan:
         return self.batches.tokens_before(len(self.steps))
 
     def times(self, work: str, interval: int | None) -> int:
-        """Return the number of times that `work` ("validation", "benchmarks" or "checkpoint") is still to be done, at
-        this `interval` of global steps (see `Position.is_due`) and as unfinished work."""
+        """Return how often `work` ("validation", "benchmarks" or "checkpoint") is still to be done: at this `interval`
+        of global steps (see `Position.is_due`), and once more if it is unfinished."""
         steps = self.steps
         if interval is None:
             return 0

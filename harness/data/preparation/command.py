@@ -236,7 +236,7 @@ def _tokenize(
 def _begin_within(
     most: StreamSize, total: StreamSize, tokens: np.ndarray, numbers: np.ndarray, *, is_open: bool
 ) -> np.ndarray:
-    """Return (pieces,) bool: True for each piece of a document that begins before `most` is reached.
+    """Return (pieces,) bool: True for all pieces of each document that begins before `most` is reached.
 
     - `total`: size before the batch.
     - `tokens`: number of tokens of each piece.
