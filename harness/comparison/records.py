@@ -295,7 +295,8 @@ def _unfinished_state(
     said = f"last line in metrics.jsonl {rough_duration(silent)} ago" if progress else "no line in metrics.jsonl"
     if held is None:  # the lock's owner is of another machine, boot or container
         said += ", on another machine or before a reboot"
-        if silent < BELIEVED_SILENCE_SECONDS and not has_diverged:
+        has_gone_on = progress is not None and meta is not None and progress.global_step > meta.global_step
+        if silent < BELIEVED_SILENCE_SECONDS and (has_gone_on or not has_diverged):
             word = "going on"
     return State(word, said)
 

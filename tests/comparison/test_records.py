@@ -78,6 +78,14 @@ def test_on_another_machine_the_last_lines_age_decides(tmp_path: Path) -> None:
     assert (state.word, state.detail) == ("stopped", "no line in metrics.jsonl, on another machine or before a reboot")
 
 
+def test_on_another_machine_a_diverged_run_goes_on_if_it_has_lines_after_its_checkpoint(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a", {"stop_if_diverged": False}).train_to(99)
+    run.add_checkpoint(LATEST, "latest", has_diverged=True, skipped_steps=10)
+    (run.path / ".lock").write_text('{"host": "elsewhere", "pid": 1, "namespace": "x"}')
+    assert RunRecord.read(run.directory).state.word == "diverged"
+    assert RunRecord.read(run.train_to(100).directory).state.word == "going on"
+
+
 def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -> None:
     run, wrong = RunFolder(tmp_path, "a").finish().train_to(0, 10), RunFolder(tmp_path, "b")
     run.directory.summary.write_text(run.directory.summary.read_text()[:200])
