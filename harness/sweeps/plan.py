@@ -298,5 +298,5 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     notes = [note for note in (*remarks, plan.disk_shortage(place)) if note]
     timed = [(each, each.seconds) for each in left if each.seconds is not None]
     if early := [run.run.name for run, seconds in timed if seconds < sum(run.plan.seconds(run.speed).values())]:
-        notes.append(f"{', '.join(early)}: would stop before the end, at max_hours or max_dollars in train.json")
+        notes.append(f"{', '.join(early)}: would end unfinished, because of max_hours or max_dollars in train.json")
     return lines + [line for note in notes for line in paragraph(f"note: {note}")]

@@ -154,7 +154,7 @@ def test_price_and_ceilings_are_those_of_the_runs_own_files(shop: Workshop) -> N
     seconds = (TRAINING + VALIDATION) / 10
     assert [each.seconds for each in found.left] == pytest.approx([36.0, seconds])
     assert [each.dollars for each in found.left] == pytest.approx([3.6, seconds / 100])
-    said = "note: s-seed1: would stop before the end, at max_hours or max_dollars in train.json"
+    said = "note: s-seed1: would end unfinished, because of max_hours or max_dollars in train.json"
     assert said in " ".join(describe_sweep_plan(found, shop.runs).split())
 
 
