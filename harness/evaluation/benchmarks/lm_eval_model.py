@@ -17,7 +17,7 @@ from harness.evaluation.likelihood import Scorer
 
 SAMPLING_SEED = 1234  # lm-eval's default seed for torch
 KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
-GREEDY = {"num_beams": 1, "repetition_penalty": 1, "no_repeat_ngram_size": 0}  # other values change greedy texts, too
+NEUTRAL = {"num_beams": 1, "repetition_penalty": 1, "no_repeat_ngram_size": 0}  # other values change greedy texts, too
 
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
@@ -26,7 +26,7 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     - Sampling draws other random numbers. If a task gives no top_k, all tokens can be drawn (`hf`: the likeliest 50).
     - If a task samples, generation options outside KNOWN_SETTINGS raise UserError. If not, only options with other
-      values than in GREEDY do.
+      values than in NEUTRAL do.
     - The name of a special token in a text ("<|endoftext|>") is ordinary text (`hf`: the token).
     """
 
@@ -92,7 +92,7 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         temperature = float(known.get("temperature", 1.0)) if known.get("do_sample") else 0.0
         strange = known.keys() - KNOWN_SETTINGS
         if not temperature:
-            strange = {key for key, value in GREEDY.items() if (known.get(key) or value) != value}
+            strange = {key for key, value in NEUTRAL.items() if (known.get(key) or value) != value}
         if strange:
             task = f'task "{request.task_name}": generation_kwargs'
             raise UserError(f"{task}: {abbreviated(sorted(strange))}: not supported; use another task")
