@@ -96,13 +96,12 @@ def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
     write_json_lines(folder / "more" / "b.jsonl", DOCUMENTS[20:])
     (folder / ".hidden.txt").write_text("not this")
     (folder / "data.json").write_text("[]")
-    (folder / "d.parquet.gz").write_bytes(gzip.compress(parquet(["not this"])))
     (preparer.path / "elsewhere").mkdir()
     (folder / "link").symlink_to(preparer.path / "elsewhere")
     (folder / ".lock").symlink_to(preparer.path / "nothing")  # as editors make
     done = preparer.result("texts", "out", *SMALL, *IN_ORDER, "--validation-fraction", "0.25")
     assert (
-        done.stderr == "not read: d.parquet.gz, data.json, link "
+        done.stderr == "not read: data.json, link "
         "(perhaps not text, or a link to a folder or to nothing; to read some, give a glob)\n"
     )
     assert documents_of(preparer.path / "out", "train") == DOCUMENTS[:30]

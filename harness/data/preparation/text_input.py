@@ -62,9 +62,9 @@ class TextFormat:
 
 def text_suffix(name: str) -> str | None:
     """Return the suffix of a file's name in lower case, or None if READERS has no reader for the suffix. A last suffix
-    .gz or .zst is ignored, but not after .parquet."""
+    .gz or .zst is ignored."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
-    if suffixes and suffixes[-1] in COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
+    if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in READERS else None
 
