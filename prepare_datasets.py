@@ -232,10 +232,9 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
         # If `split_order` is "given", the fraction asked for is one of the documents, not of the bytes.
         is_off = options["split_order"] != "given" and asked and abs(share - asked) > asked / 10
         if asked and (split.documents < FEW_DOCUMENTS or is_off):
-            of = " of the documents" if options["split_order"] == "given" else ""
             yield (
-                f"{split.name} is {document_count(split.documents)} with {share:.2%} of the text ({asked:.2%}{of} "
-                f"asked for); its loss may not represent the whole text; --{split.name}-fraction changes the share"
+                f"{split.name} is {document_count(split.documents)} with {share:.2%} of the text ({asked:.2%} asked "
+                f"for); its loss may not represent the whole text; --{split.name}-fraction changes the share"
             )
     yield f"{output_dir} is complete, with a vocabulary of {vocab_size:,} tokens"
     yield "Next:"
