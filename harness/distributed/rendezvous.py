@@ -131,11 +131,13 @@ def _open_store(timeout: timedelta) -> Any:
         return TCPStore(address, int(port), None, True, timeout, wait_for_workers=False, master_listen_fd=socket_number)
     try:
         return next(rendezvous("env://", timeout=timeout))[0]
-    except dist.DistNetworkError as error:
+    except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise RunError(f"MASTER_PORT {port}: taken by another process; give another port") from None
         if "timed out" in str(error):
             raise RunError(f"rank 0 does not answer at MASTER_ADDR {address}, MASTER_PORT {port}; check both") from None
+        if "Timed out" in str(error):  # on rank 0
+            raise RunError("not all ranks have joined in time; look for an error message of the others") from None
         raise
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
 
 from harness.common.errors import PeerError, RunError
 from harness.distributed import rendezvous
-from harness.distributed.environment import Ranking
 from harness.distributed.rendezvous import agree_on_restart_id, connection_errors_as_peer_errors
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Workshop, finish, rank_variables
 
@@ -62,11 +61,11 @@ def test_a_port_that_another_process_has_is_one_line(tmp_path: Path) -> None:
     assert result.stderr == f"error: MASTER_PORT {port}: taken by another process; give another port\n"
 
 
-def test_an_address_at_which_rank_0_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-    for name, value in (rank_variables(2)[1] | {"MASTER_PORT": port}).items():
+@pytest.mark.parametrize(
+    ("rank", "message"), [(0, "not all ranks have joined in time"), (1, "rank 0 does not answer at MASTER_ADDR 127")]
+)
+def test_ranks_that_do_not_meet_are_one_line(monkeypatch: pytest.MonkeyPatch, rank: int, message: str) -> None:
+    for name, value in rank_variables(2)[rank].items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(rendezvous, "BACKSTOP_SECONDS", 0.5)
-    with pytest.raises(RunError, match=f"rank 0 does not answer at MASTER_ADDR .*, MASTER_PORT {port}"):
-        rendezvous.join(Ranking(1, 0, 2, 1), torch.device("cpu"), 0.5)
+    with pytest.raises(RunError, match=message):
+        rendezvous._open_store(timedelta(seconds=0.5))
