@@ -87,12 +87,14 @@ class Lease:
         read."""
         if self._lost is None:
             with self._using:
+                is_silent = time.time() - self._written > LEASE_SECONDS
+                # If the store is away, such as a disk that is not mounted, every file seems to be missing. It may come
+                # back between the two readings, so train.json is read first.
+                may_be_released = is_silent and self._mirror.read("train.json") is not None
                 owner = _parse(self._mirror.read(OWNER))
-                # If the store is away, such as a disk that is not mounted, every file seems to be missing.
-                is_away = owner is None and self._mirror.read("train.json") is None
             if owner and owner.get("id") != self._id:
                 self._lost = _host(owner)
-            elif owner is None and not is_away and time.time() - self._written > LEASE_SECONDS:
+            elif owner is None and may_be_released:
                 # Another machine took the run while this one was frozen or offline, and has released it.
                 self._lost = "another machine"
         if self._lost is not None:

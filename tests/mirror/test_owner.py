@@ -84,12 +84,23 @@ def test_a_machine_that_fell_silent_has_lost_a_run_that_was_released_since(first
         first.check()
 
 
-def test_a_store_that_was_away_for_long_was_taken_by_nobody(tmp_path: Path, first: Lease) -> None:
+def test_a_store_that_was_away_for_long_was_taken_by_nobody(
+    tmp_path: Path, first: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first._mirror.write("train.json", b"{}")
     first._released.set()  # nothing is written to the store while it is away
-    (tmp_path / "store").rename(tmp_path / "unmounted")
+    store = (tmp_path / "store").rename(tmp_path / "unmounted")
     time.sleep(1.2)
     first.check()
+
+    def comes_back(path: str) -> bytes | None:
+        content = Mirror.read(first._mirror, path)
+        if store.exists():
+            store.rename(tmp_path / "store")
+        return content
+
+    monkeypatch.setattr(first._mirror, "read", comes_back)
+    first.check()  # the store is there again after the first of several readings
 
 
 def test_one_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
