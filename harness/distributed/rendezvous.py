@@ -136,7 +136,7 @@ def _open_store(timeout: timedelta) -> Any:
             raise RunError(f"MASTER_PORT {port}: taken by another process; give another port") from None
         if "timed out" in str(error):
             raise RunError(f"rank 0 does not answer at MASTER_ADDR {address}, MASTER_PORT {port}; check both") from None
-        if "Timed out" in str(error):  # on rank 0
+        if "Timed out" in str(error):  # the DistStoreError of rank 0
             raise RunError("not all ranks have joined in time; look for an error message of the others") from None
         raise
 
