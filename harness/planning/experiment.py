@@ -150,18 +150,20 @@ IRRELEVANT_TO_LOSSES = {
 }
 
 
-def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def changes_of_result(
+    meta: CheckpointMeta, train: Mapping[str, Any], here: Mapping[str, Any], last_step: int
+) -> list[str]:
     """Return the changes since a checkpoint that can affect the training loss: "key: old -> new after global step N".
 
     `train` is train.json now. `here` has today's values of keys of meta.json, such as `device`. A value that the
-    checkpoint does not record counts as unchanged.
+    checkpoint does not record counts as unchanged. `last_step` is the last global step by today's budget.
     """
     ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *IRRELEVANT_TO_LOSSES}
     ignored -= {"residual_precision"}  # affects the speed, but changes the losses by more than rounding errors
     scale = train["scale_with_batch"] or {}
     depends_on_length = train["lr_schedule"] != "constant" or train["warmup_period_percent"]
-    if not depends_on_length and not scale.get("reference_train_tokens"):
-        ignored |= {*BUDGETS}  # the first steps of a longer run are those of a shorter one
+    if last_step == meta.last_step or not (depends_on_length or scale.get("reference_train_tokens")):
+        ignored |= {*BUDGETS}  # the steps are the same: those of the whole run, or the first ones of a longer run
     elif train["min_train_tokens"] == -1:
         ignored -= {"epochs"}  # they decide the length
     then = {**meta.train, **here, **{key: value for key in here if (value := getattr(meta, key)) is not None}}

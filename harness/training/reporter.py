@@ -348,7 +348,7 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
     if meta.last_step not in (None, meta.global_step):  # the budget has been lowered to this step
         train = meta.train | {key: prepared.provenance.train[key] for key in (*BUDGETS, "epochs")}
         missing |= {"train": train, "budget": prepared.budget}
-        if changed := [*meta.changed, *changes_of_result(meta, train, {})]:
+        if changed := [*meta.changed, *changes_of_result(meta, train, {}, prepared.position.last_step)]:
             missing["changed"] = changed
     # Without the peak memory, which was lost with the process that trained
     write_summary(run, summarize(run.path.name, meta.model_copy(update=missing), prepared.experiment.model))

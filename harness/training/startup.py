@@ -120,7 +120,7 @@ def prepare(
     here["accumulation_steps"] = layout.accumulation_steps
     changed = [*meta.changed] if meta else []
     if meta and (plan.unfinished_work or not plan.position.is_finished):
-        changed += changes_of_result(meta, provenance.train, here)
+        changed += changes_of_result(meta, provenance.train, here, plan.position.last_step)
     mirror, lease = (mirrors[0] if mirrors else None) or (None, None)
     keep, start_step = experiment.config.keep_checkpoints, plan.position.first_step - 1
     uploads = Uploads(run, mirror, lease, keep=keep, start_step=start_step)

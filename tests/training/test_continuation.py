@@ -300,6 +300,15 @@ def test_a_sample_without_memory_does_not_end_the_run(shop: InProcess, monkeypat
     assert "Training complete" in result.stdout
 
 
+def test_a_budget_in_another_unit_changes_no_result(shop: InProcess) -> None:
+    """A budget that comes to the same steps leaves the schedule as it was, so the run is still a replicate."""
+    shop.add_run("unit", **COMMON)
+    shop.train("unit", ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=5)", expect=143)
+    run = shop.add_run("unit", **COMMON | {"min_train_tokens": None, "train_steps": 40})
+    shop.train_here("unit")
+    assert "changed" not in summary_of(run)
+
+
 def test_a_run_that_a_lower_budget_ends_is_validated_there(shop: InProcess) -> None:
     """It is not taken for a run that had the lower budget, and so another schedule, from the start."""
     shop.add_run("shorter", **COMMON, validation_interval=50)
