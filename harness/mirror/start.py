@@ -15,6 +15,7 @@ from harness.model.config import ModelConfig
 from harness.planning.experiment import FIXED_KEYS, Experiment, check_continuable, first_difference
 from harness.planning.plan import InMirror
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
+from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 
 
@@ -77,6 +78,8 @@ def connect(
     lease.take(wait=options.wait, take_over=options.take_over)
     if brings and (name := bring(run, mirror, partial(check_checkpoint, mirror, experiment, provenance))):
         print(f"{run.path.name}: {name} was fetched from the mirror", flush=True)
+    elif brings and not list_checkpoints(run.checkpoints):  # seen if the URL has a slip or its disk is not mounted
+        print(f"{run.path.name}: mirror {mirror.name} has no checkpoint of this run", flush=True)
     return mirror, lease
 
 

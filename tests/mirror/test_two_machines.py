@@ -78,8 +78,16 @@ def test_a_local_checkpoint_that_is_newer_is_taken(first: InProcess, tmp_path: P
     first.train_here("r", "--mirror", "none")
     assert not [name for name in names(remote(first)) if name.endswith("-6")]
     first.add_run(**SETTINGS, mirror=f"file://{tmp_path}/store")
-    assert "was fetched from the mirror" not in first.train_here().stdout
+    again = first.train_here().stdout
+    assert "was fetched from the mirror" not in again
+    assert "has no checkpoint" not in again
     assert max(int(name.rpartition("-")[2]) for name in names(remote(first))) == STEPS - 1
+
+
+def test_a_slip_in_the_address_is_seen_at_the_start(first: InProcess) -> None:
+    """The same happens if the mirror's disk is not mounted: training would begin anew without a word."""
+    second = add_machine(first.path.parent, "second", mirror=f"{url(first)}e")
+    assert f"r: mirror {url(first)}e/r has no checkpoint of this run" in second.train_here().stdout
 
 
 def test_a_folder_in_a_checkpoint_is_not_sent(first: InProcess) -> None:
