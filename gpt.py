@@ -5,7 +5,7 @@ x_BxTxC:
 - B sequences, T tokens, C = emb_dim
 - H heads, each of width D
 - Q = H·D, the width of all queries
-- K the width of the keys of all key-value heads, and of their values
+- K the width of all keys, equal to that of all values
 - F the width of a feed-forward layer
 - V the size of the vocabulary
 """

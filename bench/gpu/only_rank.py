@@ -26,7 +26,7 @@ class OnlyRank(int):
 
 
 def train_alone() -> None:
-    """Run ddp_train.py, with this process's arguments, on a single rank that does the work of one of several."""
+    """Run ddp_train.py, with this process's arguments, on a single rank that trains as if it were one of several."""
     store = socket.create_server(("127.0.0.1", 0))  # the rank takes it over
     host, port = store.getsockname()
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), STORE_DESCRIPTOR: str(store.detach())}

@@ -119,8 +119,8 @@ class Workbench:
         """Run `ddp_train.py NAME` to its end. Return a row about it, and its whole output.
 
         The row has the exit status, the seconds, and the first line that begins with "error:" (or None). With `ddp`,
-        the only rank does all that a rank does among several. `signal_at` is a text, and the signal to send at the
-        first line that begins with the text.
+        the single rank trains as if it were one of several. `signal_at` is a pair: a text, and the signal to send at
+        the first line that begins with it.
         """
         program = ["-c", ALONE] if ddp else ["ddp_train.py"]
         command = [sys.executable, *program, name, str(self.make_data()), "--runs-dir", str(self.runs), *options]

@@ -1,4 +1,4 @@
-"""Means with bootstrap intervals, and the reason why a question has no answer."""
+"""Means with bootstrap intervals, and `Inconclusive`, the result if data cannot answer a question."""
 
 from __future__ import annotations
 

@@ -222,8 +222,8 @@ def _best_loss(record: RunRecord) -> Number:
 
 
 def final_validation_losses(record: RunRecord) -> Values:
-    """Return the run's last validation loss as one measurement, or the reason why there is none. If the run has
-    finished, a loss that is not finite is NaN."""
+    """Return the run's last validation loss as one measurement, or the reason why there is none. A finished run's
+    loss that is not finite is returned as NaN."""
     summary, basis = record.summary, validation_basis(record)
     is_validated = record.train.get("validation_interval") is not None
     if is_validated and basis is not None and summary is not None and summary.final_validation_loss is None:

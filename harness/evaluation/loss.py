@@ -132,8 +132,8 @@ class HeldOutText:
 
         - `dataset`: NOTEBOOK_DATASET for a model with GPT-2's tokenizer. Other models have none.
         - `split`: "test" if the dataset has it, else "validation".
-        - `start_token` and `batches`: 0 and all; in a validation split with a batch after NOTEBOOK_START_TOKEN, that
-          token and at most NOTEBOOK_BATCHES.
+        - `start_token`: 0; in a validation split with a batch after NOTEBOOK_START_TOKEN, that token.
+        - `batches`: all; in such a validation split, at most NOTEBOOK_BATCHES.
 
         Raises UserError if the dataset cannot be obtained, if the split is missing or too short, or if its tokens are
         not the model's.

@@ -157,7 +157,7 @@ def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[st
 
 def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
     """Return the mirror's `files` without meta.json and measurements of the checkpoints that the run has abandoned by
-    going back. Only the next upload sets these files aside in the mirror."""
+    going back. Until the next upload, these files are still in the mirror."""
     is_left = left_by_going_back(run, files)
 
     def is_gone(file: str) -> bool:

@@ -120,7 +120,7 @@ class Uploads:
             self._say(f"not in the mirror: {abbreviated(missing, 3)}; `uv run {command}` sends the rest")
 
     def missing(self) -> list[str]:
-        """Return the names of what must still be sent: of the newest and the best checkpoint, and of small files."""
+        """Return the names of the checkpoints (the newest, the best) and the small files that must still be sent."""
         changed = [name for name, path in self._small_files() if self._versions.get(name) != version_of(path.stat())]
         return [*(path.name for path in self._unsent()), *changed]
 

@@ -107,7 +107,7 @@ class Plan:
     def describe_passes(self) -> str | None:
         """Return a text on how often and in what order the whole run reads each train split.
 
-        Returns None for a single split without `shuffle` and `epochs`, or if a dataset is not on this machine.
+        Returns None for a single split with neither `shuffle` nor `epochs`, or if a dataset is not on this machine.
         """
         config, order, length = self.config, self.order, self.layout.context_length
         is_plain = not config.shuffle and config.epochs is None and len(config.dataset_weights) == 1

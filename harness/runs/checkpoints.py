@@ -1,7 +1,6 @@
 """Checkpoints: finding, saving, verifying, loading and pruning them. Finding a checkpoint does not import torch.
 
-A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. A folder of such a name is complete, because it is
-written under a hidden name.
+A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. Until it is complete, it has a hidden name.
 """
 
 from __future__ import annotations

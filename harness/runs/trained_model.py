@@ -324,8 +324,8 @@ def _place_in_run(weights: Path) -> _PlaceInRun | None:
 
 
 def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun | None:
-    """Return the run's checkpoint of this name (or IMPORTED), or None if it does not have weights with the SHA-256
-    `digest`. Raises UserError if `checkpoint` is not a valid name, and OSError if the weights cannot be read."""
+    """Return the run's checkpoint of this name (IMPORTED: the imported weights), or None if it has no weights with the
+    SHA-256 `digest`. Raises UserError if `checkpoint` is no valid name, and OSError if the weights cannot be read."""
     weights = run.checkpoints / check_name(checkpoint, "checkpoint") / WEIGHTS
     if checkpoint == IMPORTED:
         weights = run.path / WEIGHTS

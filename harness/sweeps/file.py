@@ -134,8 +134,8 @@ class Sweep(BaseModel):
 def labels(points: list[Settings]) -> list[str]:
     """Return a label for each point (the settings that appear in a run's name), of letters, digits and _ . + -.
 
-    - Different points have different labels. Labels that would be too long or the same end in a hash.
-    - An additional point changes only labels that would be the same as its own.
+    - Different points have different labels: a hash ends each label that would be too long or equal to another.
+    - An additional point changes only labels that would be equal to its own.
     """
     written = ["-".join(_part(key, value) for key, value in point.items()) or "base" for point in points]
     often, found = Counter(written), []

@@ -71,8 +71,8 @@ def prepare(
     """Return the checked inputs of training. Takes the run's lock and the mirror's lease, fetches missing data,
     verifies the checkpoint to resume from, and checks the plan. Collective.
 
-    `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, fetched if only the mirror has
-    it, or a new run with --restart or without a checkpoint. If torchrun has restarted a run that had begun,
+    `checkpoint` is a folder name, "latest" or "best"; None: the latest checkpoint, fetched if only the mirror has it.
+    Without any checkpoint, or with --restart, a new run begins. If torchrun has restarted a run that had begun,
     `checkpoint` and --restart have no effect.
 
     Adds the checkpoint's seconds and dollars to `clock`. Raises UserError or RunError if a check fails.

@@ -7,11 +7,7 @@ written to two streams:
 - the pool: the first documents, and others with small draws. Only these may be held out.
 - the training stream: all others. At the end, the rest of the pool is appended in the order of the draws.
 
-<<<<<<< ours
-With `--split-order given`, or if a split would be empty, splits are ranges of one stream.
-=======
-With `--split-order given`, or if one of the splits would get no document, splits are ranges of one stream.
->>>>>>> theirs
+With `--split-order given`, or if a split would get no document, splits are ranges of one stream.
 """
 
 from __future__ import annotations

@@ -184,8 +184,7 @@ def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
 
 
 def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) -> float:
-    """Return the mean cross-entropy (nats) over the targets in one or more batches, except IGNORED ones, without
-    dropout."""
+    """Return the mean cross-entropy (nats) over the batches' targets, except IGNORED ones, without dropout."""
     total, count = 0.0, 0
     with evaluating(model), precision.autocast():
         for batch in held_out:
