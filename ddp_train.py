@@ -1,7 +1,7 @@
 """Train a GPT-2-class model as its run directory describes.
 
-`Trainer` is the training loop. Import modules that need torch inside functions: --help, --plan and errors in the run's
-files must not wait for torch.
+`Trainer` is the training loop. Import torch, and modules that need it, inside functions: --help, --plan and errors in
+the run's files must not wait for torch.
 """
 
 from __future__ import annotations

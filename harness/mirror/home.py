@@ -38,7 +38,8 @@ POLL_SECONDS = 10.0
 
 
 def describe_runs(url: str) -> list[str]:
-    """Return a line for each run at `url`. Raises UserError or RunError if the mirror cannot be read."""
+    """Return a line for each run at `url`, or one line if there is none. Raises UserError or RunError if the mirror
+    cannot be read."""
     mirror = open_mirror(url, "", writes=False)
     lines = []
     for name in retried(mirror, mirror.runs):

@@ -167,7 +167,7 @@ class ModelConfig(RunFile):
 
     @property
     def drop_rates(self) -> DropRates:
-        """Dropout rates at the four places, whether model.json gives four rates or one."""
+        """Dropout rate at each place, whether model.json gives four rates or one."""
         if isinstance(self.drop_rate, DropRates):
             return self.drop_rate
         return DropRates(**dict.fromkeys(DropRates.model_fields, self.drop_rate))
