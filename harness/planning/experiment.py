@@ -135,8 +135,8 @@ def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between the values of `then` and `now`, each as "key: old -> new" with values in JSON. A
-    key that is missing in `then` or `now` is not compared."""
+    """Return, for each key whose values in `then` and `now` differ, the first difference, as "key: old -> new" with
+    values in JSON. A key that is missing in `then` or `now` is not compared."""
     changes = [first_difference(then[key], now[key], f"{key}: ") for key in now if key in then]
     return [change for change in changes if change]
 
