@@ -280,7 +280,7 @@ def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
 
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
-    """Return meta.json of `checkpoint` (None: the latest one), or None if the run has no checkpoint to resume from.
+    """Return meta.json of `checkpoint` (None: the latest one), or None for a new run.
 
     Keys that a checkpoint of the lab notebook lacks are filled in. Hashes are not verified. Raises UserError if the
     checkpoint or the data cannot be opened, or if the batch is impossible.

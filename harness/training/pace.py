@@ -18,7 +18,7 @@ class SlowRanks:
         self._found: dict[int, tuple[int, int, bool]] = {}
 
     def name(self, seconds: Sequence[float], step: int) -> Iterator[str]:
-        """Yield a note for each rank that has now been slow long enough: in REPORTS reports in a row, over LEAST_STEPS
+        """Yield a note for each rank as soon as it has been slow in REPORTS reports in a row and over LEAST_STEPS
         steps. Must be called for each report. `seconds` are `Watchdog.own_seconds`, by rank."""
         usual = statistics.median_low(seconds)  # of two ranks, the faster
         for rank, own in enumerate(seconds):
