@@ -96,8 +96,8 @@ class NanoBlock(nn.Module):
 
 
 class NotebookModel(nn.Module):
-    """GPT as in Giles Thomas's lab notebook, without dropout. It stores all logits. By default, queries, keys and
-    values have separate projections, and norms and attention are elementary operations."""
+    """GPT as in Giles Thomas's lab notebook, without dropout. It stores all logits. The default `block` and
+    `norm` consist of elementary operations, with separate projections for queries, keys and values."""
 
     def __init__(
         self, config: ModelConfig, block: Callable[..., nn.Module] = Block, norm: Callable[..., nn.Module] = Norm

@@ -69,7 +69,7 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
 
     - Test losses are used if the baseline's arm and another arm have one of the same basis, otherwise the last
       validation losses.
-    - Of several bases, that of the most runs is used. `notes` has the verdicts on the other bases.
+    - Of several bases, that of the most runs is used. The result's `notes` have the verdicts on the other bases.
     """
     arms = find_arms(records, baseline)
     own = arms.arm_with(baseline)

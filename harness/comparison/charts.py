@@ -149,8 +149,8 @@ def _curves_on(
     losses: Mapping[str, Sequence[TrainEvent | ValidationEvent]],
     run_names: Mapping[str, Sequence[str]],
 ) -> tuple[list[Curve], dict[str, list[str]]]:
-    """Return the curves of the runs `drawn` over `axis`, and the names of runs or curves without places on it, by the
-    reason. `run_names` has the names of each curve's runs, by the curve's label."""
+    """Return the curves of the runs `drawn` over `axis`, and the names of the runs and curves left out, by the reason.
+    `run_names` has the names of each curve's runs, by the curve's label."""
     places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
     left_out: dict[str, list[str]] = {}
     for name, record in drawn.items():

@@ -63,7 +63,7 @@ def sampled_below(tokens: int) -> np.uint64:
 
 
 class NgramIndex:
-    """Sorted hashes of 13-grams, with a table that rules out most other hashes without a search."""
+    """Sorted hashes of 13-grams, with a table that rules out most absent hashes without a search."""
 
     def __init__(self, hashes: np.ndarray) -> None:
         self.hashes = np.unique(hashes)

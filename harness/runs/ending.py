@@ -113,8 +113,8 @@ def main() -> None:
     lock = run.lock_file
 
     def is_of_this_command() -> bool:
-        """Return True if rank 0 took the run's lock, and no later process did. A rank 0 that torchrun restarted has a
-        watcher of its own."""
+        """Return True if rank 0 took the run's lock, and no later process did. A rank 0 that torchrun restarted counts
+        as a later process: it has a watcher of its own."""
         owner = last_owner(lock)
         return owner is not None and owner.is_here() and owner.process.pid == job["rank0"]
 

@@ -54,8 +54,8 @@ class TrainedModel:
         - `model_json`: the configuration; None: that beside the weights, or else that of the run.
         - `label`: the model's name in tables; None: RUN:CHECKPOINT or the path of the weights.
 
-        Raises UserError if the weights or a valid configuration are missing, or if the weights are damaged. Raises
-        OSError if the weights cannot be read.
+        Raises UserError if the weights or a valid configuration are missing, or if the weights or meta.json are
+        damaged. Raises OSError if the weights cannot be read.
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():

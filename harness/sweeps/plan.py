@@ -51,7 +51,7 @@ def status_of(run: DerivedRun) -> Status:
     """Return the status of a sweep's run. Its state is that of compare_runs.py, or one of these:
 
     - "not made": nothing is at the run's path.
-    - "damaged": something else is at the path, or a file cannot be read.
+    - "damaged": what is at the path is not this run, or a file cannot be read.
     """
     try:
         if not run.is_made():
@@ -243,8 +243,8 @@ def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
 
 
 def _table(plan: SweepPlan) -> list[str]:
-    """Return the lines of a table with a row for each run that is left to train. A row's cost is the machine's for
-    the run's time, divided by the number of groups."""
+    """Return the lines of a table with a row for each run that is left to train. A row's cost is the price of
+    the machine for the run's time, divided by the number of groups."""
     rows = []
     for name, each in zip(cut_names([each.run.name for each in plan.left]), plan.left, strict=True):
         time = "unknown" if each.seconds is None else duration(each.seconds)

@@ -343,7 +343,7 @@ def largest_that_fits(
     true up to some size and false for every larger one.
 
     - `guess()` estimates the result from the calls of `fits` so far, or returns None.
-    - `growth` is the factor from size to size, as long as all fit and none is guessed.
+    - `growth` is the factor from size to size, as long as all fit and no size is guessed.
     - `fineness`: the result may be too small, by at most 1 / `fineness` of itself.
     """
     low, high, guesses = 0, ceiling + 1, 0  # the largest size known to fit, and the smallest known not to fit
