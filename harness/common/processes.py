@@ -183,7 +183,7 @@ def _leave(remark: str) -> None:
 
 
 def _is_orphan() -> bool:
-    """Return True if the launcher is known to have ended before this process read the launcher's pid."""
+    """Return True if the launcher is known to have ended, perhaps before this process read the launcher's pid."""
     # A command with --processes passes its pid to its ranks. torchrun does not, but its store refuses connections once
     # torchrun has ended.
     if PARENT in os.environ:
