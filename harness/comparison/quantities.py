@@ -84,8 +84,8 @@ ByBasis = dict[Basis, dict[int, Measurement]]  # measurements of several runs, b
 
 
 def by_basis(values: Sequence[Values]) -> ByBasis:
-    """Return the measurements by basis, and by the run's index in `values`. The basis of the most runs comes first. Of
-    bases with equally many runs, the one with the most text comes first."""
+    """Return the measurements by basis, and by the run's index in `values`. The most common basis comes first. Of bases
+    with equally many runs, the one with the most text comes first."""
     found: ByBasis = {}
     for index, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:

@@ -239,7 +239,7 @@ def _as_text(value: object) -> str:
 
 
 def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
-    """Return the columns of a quantity: one for the basis of the most runs, and one for each other basis of two or more
+    """Return the columns of a quantity: one for the most common basis, and one for each other basis of two or more
     runs. Numbers that others reported have columns of their own."""
     values = [quantity.values(record) for record in records]
     found = by_basis(values)

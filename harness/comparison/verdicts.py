@@ -234,11 +234,14 @@ def _tested(
 
 
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Sequence[str] = ()) -> str:
-    """Return sentences on training noise (the spread over seeds), and on the number of seeds that it takes to detect
-    0.01 nats, or the difference of an inconclusive verdict. `arms` are all compared arms, including the baseline.
-    `chance` is that of `kinds_of_chance`.
+    """Return sentences on training noise (the spread over seeds), and on the number of seeds needed to detect these
+    differences:
 
-    The numbers are for a test of one arm, without Holm's correction and without the text noise that all runs share.
+    - 0.01 nats
+    - each difference from the baseline that training noise could explain
+
+    The numbers of seeds are for a test of one arm, without Holm's correction and without the text noise that all runs
+    share. `arms` are all compared arms, including the baseline. `chance` is the result of `kinds_of_chance`.
     """
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:

@@ -53,7 +53,7 @@ class KeyValueCache:
         return self.places
 
     def extend(self, layer: int, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store a layer's keys and values of the new tokens, those of the last `take`.
+        """Store a layer's keys and values of the tokens of the last `take`.
 
         Returns the layer's keys and values of all S positions so far, each (B, H, S, D), and a mask. The mask,
         (B, 1, T, S), is true where a new token may attend.

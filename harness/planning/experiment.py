@@ -295,8 +295,8 @@ class Experiment:
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
         """Return train.json's budget in tokens, or None for `min_train_tokens`, which needs no conversion.
 
-        If the checkpoint that `meta` describes has recorded the same budget, that record is returned. Raises UserError
-        if the budget or a batch is impossible.
+        If `meta` has a budget of the same key and value, that budget is returned. Raises UserError if the budget or a
+        batch is impossible.
         """
         config, recorded = self.config, meta.budget if meta else None
         key, value = config.budget_key, getattr(config, config.budget_key)

@@ -238,7 +238,7 @@ def epochs_of(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
 ) -> dict[str, float]:
     """Return the number of passes over each dataset, by its name. The dict is empty if the numbers are not recorded,
-    and for a single dataset without the key `epochs`. The arguments are those of `tokens_by_source`."""
+    and for a single dataset if `train` sets no `epochs`. The arguments are those of `tokens_by_source`."""
     if train.get("epochs") is None and "sources" not in dataset:
         return {}
     found = tokens_by_source(model, train, dataset, tokens_seen)

@@ -18,7 +18,7 @@ WORKER = ["nice", "-n", "5", sys.executable, "-m", "harness.runs.chart"]
 
 
 class ChartProcess:
-    """Draws a run's chart in one process at a time. Every failure is only a warning, because a chart must not end a
+    """Draw a run's chart in one process at a time. Every failure is only a warning, because a chart must not end a
     run."""
 
     def __init__(self, run: RunDirectory) -> None:
