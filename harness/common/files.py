@@ -185,7 +185,7 @@ def check_name(name: str, what: str) -> str:
         raise UserError(f"{what} {name[:20]!r}…: longer than {LONGEST_NAME} characters; shorten it")
     if not SAFE_NAME.fullmatch(name):
         raise UserError(
-            f"{what} {name!r}: must be a plain name: ASCII letters, digits and _.+-, not beginning with .+-"
+            f"{what} {name!r}: must be a plain name of ASCII letters, digits and _.+- that begins with none of .+-"
         )
     return name
 

@@ -146,8 +146,8 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
     flaw. `arms` has all arms of the comparison, these two included.
 
     - If both have two runs or more, training noise is estimated as in Welch's test.
-    - If one of them has a single run, the spread over seeds is pooled from all arms without a flaw. The interval is too
-      narrow if the arm of the single run is noisier than the others.
+    - Otherwise, the spread over seeds is pooled from all arms without a flaw. The interval is too narrow if an arm with
+      a single run is noisier than the others.
     """
     if flaw := arm.flaw or baseline.flaw:
         return Inconclusive(flaw)

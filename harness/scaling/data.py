@@ -121,9 +121,9 @@ class CostLaw:
 
 
 def read_points(path: Path) -> Points:
-    """Read points from a CSV file with the columns COLUMNS and perhaps OPTIONAL_COLUMNS. Missing tokens are flops / 6 /
-    parameters. Points whose loss is not finite are left out. Raises UserError if the file is wrong, or if no point is
-    left."""
+    """Read points from a CSV file with the columns COLUMNS and perhaps OPTIONAL_COLUMNS. Missing tokens are computed as
+    flops / 6 / parameters. Points whose loss is not finite are left out. Raises UserError if the file is wrong, or if
+    no point is left."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:

@@ -46,7 +46,8 @@ def describe(analysis: Analysis) -> str:
 
 
 def short(value: float) -> str:
-    """Format a number with three digits, and from 1,000 on a unit or a power of ten: 1.46M. Infinity is "unbounded"."""
+    """Format a number with three digits, and a unit or power of ten if it is 1,000 or more: 1.46M. Infinity is
+    "unbounded"."""
     rounded = float(f"{value:.3g}")  # before the unit is chosen, so that 999.6 becomes 1K
     for size, unit in UNITS:
         if size <= rounded < 1000 * UNITS[0][0]:
