@@ -134,7 +134,7 @@ class Dataset:
     @classmethod
     def at(cls, folder: Path, name: str | None = None) -> Dataset:
         """Open the dataset in `folder`, which need not be in DATASETS_DIR. `name` defaults to the last two parts of the
-        folder's path. Raises UserError if the folder is missing or incomplete, or if its meta.json is invalid."""
+        folder's resolved path. Raises UserError if the folder is missing or incomplete, or its meta.json is invalid."""
         if not folder.is_dir():
             problem = "is a file, not a folder" if folder.exists() else "no such folder"
             raise UserError(f"{folder}: {problem}; give the folder of a dataset")
