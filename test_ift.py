@@ -157,8 +157,8 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     """Ask the judge to score the answers, and print the scores.
 
-    The scores are also written to the run if the responses file `path` is in its folder. The judge's answers are kept
-    in judgements.jsonl beside `path`.
+    The scores are also written to the run that has the weights, if the responses file `path` is in its folder. The
+    judge's answers are kept in judgements.jsonl beside `path`.
     """
     from harness.evaluation.judge.report import judge_and_report
 

@@ -88,7 +88,7 @@ class Tokenizer:
         yield decoder.decode(b"", final=True)
 
     def token_byte_lengths(self) -> np.ndarray:
-        """Return the number of bytes of text per token, (vocab_size,) int64. It is 0 for special tokens."""
+        """Return the number of bytes of each token's text, (vocab_size,) int64. It is 0 for special tokens."""
         lengths = np.array([len(text) for text in self._token_bytes], dtype=np.int64)
         lengths[list(self._special_tokens)] = 0
         return lengths

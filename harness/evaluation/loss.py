@@ -243,8 +243,14 @@ class HeldOutText:
 def held_out_texts(
     model: TrainedModel, datasets_dir: Path, *, dataset: str | None = None, **options: Any
 ) -> list[HeldOutText]:
-    """Return the text of `dataset` for testing a model (None: one text for each dataset that the model was trained on,
-    or the default of `choose` if none is recorded). The `options` and errors are those of `HeldOutText.choose`."""
+    """Return the texts for testing a model that `HeldOutText.choose` returns for these datasets:
+
+    - `dataset`, if it is given
+    - otherwise all datasets that the model was trained on
+    - if these are not recorded: the default of `choose`
+
+    The `options` and errors are those of `choose`.
+    """
     names: list[str | None] = [dataset] if dataset is not None else [*model.datasets] or [None]
     return [HeldOutText.choose(model, datasets_dir, dataset=name, **options) for name in names]
 

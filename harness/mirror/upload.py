@@ -83,7 +83,7 @@ class Uploads:
             self._thread.start()
 
     def send_now(self) -> None:
-        """Wake the thread, so that it sends what has changed at once."""
+        """Wake the thread, so that it sends at once what has changed."""
         self._woken.set()
 
     def finish(self) -> None:

@@ -184,7 +184,7 @@ class ModelConfig(RunFile):
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys of all key-value heads, and of the values."""
+        """Width of the keys of all key-value heads together. Their values are as wide."""
         return (self.n_kv_heads or self.n_heads) * self.head_width
 
     @property

@@ -187,9 +187,9 @@ def _point(where: str, line: int, row: dict[str, str]) -> Point:
 
 
 def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
-    """Return the points of finished runs, with their final validation losses. `left_out` names each run that gives no
-    point, with the reason. Raises UserError if no run gives a point, or if points differ in validation or training
-    text."""
+    """Return the points of finished runs, with their final validation losses. `Points.left_out` names each run that
+    gives no point, with the reason. Raises UserError if no run gives a point, or if points differ in validation or
+    training text."""
     points: list[Point] = []
     left_out: list[str] = []
     first_texts: dict[str, object] = {}

@@ -140,7 +140,7 @@ def prepare(
 
 
 def check_ceilings(experiment: Experiment, clock: Clock, meta: CheckpointMeta | None) -> None:
-    """Raise UserError if the run, with this start-up, has already reached train.json's max_hours or max_dollars."""
+    """Raise UserError if the run, this start-up included, has reached train.json's max_hours or max_dollars."""
     for key, left in clock.ceilings(experiment.config).items():
         if left <= 0:
             value = f"{getattr(experiment.config, key):g}"

@@ -54,7 +54,7 @@ Show = Callable[[Encoded, StreamSize], None]
 
 
 class HeldOut(Protocol):
-    """Held-out text. Its documents are left out of the dataset that is being made. Implemented by
+    """Held-out text. Documents that occur in it are left out of the dataset that is being made. Implemented by
     harness/data/overlap.py, which this package must not import."""
 
     described: list[list[str]]
