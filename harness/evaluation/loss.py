@@ -243,11 +243,11 @@ class HeldOutText:
 def held_out_texts(
     model: TrainedModel, datasets_dir: Path, *, dataset: str | None = None, **options: Any
 ) -> list[HeldOutText]:
-    """Return the texts for testing a model that `HeldOutText.choose` returns for these datasets:
+    """Return the texts that `HeldOutText.choose` returns for testing a model on these datasets:
 
     - `dataset`, if it is given
     - otherwise all datasets that the model was trained on
-    - if these are not recorded: the default of `choose`
+    - if these are not known, the default of `choose`
 
     The `options` and errors are those of `choose`.
     """
