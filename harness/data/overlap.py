@@ -86,7 +86,7 @@ def digest(text: str) -> bytes:
 
 
 class HeldOutSplits:
-    """Splits with the documents that prepare_datasets.py leaves out (--exclude). `described` has their names and
+    """Splits whose documents are left out by prepare_datasets.py (--exclude). `described` has the splits' names and
     fingerprints, as meta.json records them."""
 
     def __init__(self, names: Sequence[str], datasets_dir: Path) -> None:

@@ -79,7 +79,7 @@ class Heartbeats:
                 last.gone_since = now
 
     def forgive_freeze(self, now: float, grace_seconds: float) -> None:
-        """Restart the counts of seconds without heartbeats and without the store, after this process was frozen. For
+        """Restart the counts of seconds without heartbeats or answers of the store, after this process was frozen. For
         the next `grace_seconds`, no rank counts as stuck."""
         self.contact = now
         self.frozen_until = now + grace_seconds

@@ -122,8 +122,8 @@ def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: boo
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
-    """Return True if the mirror's metrics, `content`, may replace those here. If there is a checkpoint here, they must
-    begin like those here, up to the newest checkpoint, and must not be just the beginning of those here."""
+    """Return True if the mirror's metrics, `content`, may replace those here. If there is a checkpoint here, `content`
+    must begin with the lines here up to the newest checkpoint, and must not be just a beginning of the file here."""
     here, checkpoints = run.metrics.read_bytes() if run.metrics.exists() else b"", list_checkpoints(run.checkpoints)
     if not checkpoints:
         return True
@@ -186,8 +186,8 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     keeps the run's lock.
 
     `take_over` takes the run from another machine that trains it. Raises UserError if the mirror refuses access, or if
-    the run must not be sent there (it is being trained, for example). Also raises UserError if a checkpoint to send is
-    damaged, after all else is sent. Raises RunError if the mirror cannot be read or written.
+    the run must not be sent there (it is being trained, for example). Also raises UserError if a checkpoint to send
+    cannot be verified, after all else is sent. Raises RunError if the mirror cannot be read or written.
     """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself

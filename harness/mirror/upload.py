@@ -316,8 +316,8 @@ class Uploads:
             del there[file]
 
     def _delete_incomplete(self, there: dict[str, int]) -> None:
-        """Delete incomplete checkpoints that are no longer wanted, such as a lost machine's, to make room for those
-        that are sent next. Checkpoints that were set aside stay."""
+        """Delete the mirror's incomplete checkpoints that are no longer wanted, such as a lost machine's, to make room.
+        Checkpoints that were set aside stay."""
         wanted = {path.name for path in self._wanted()}
         for name in names_in(there):
             if name not in wanted and not {f"checkpoints/{name}/{file}" for file in (META, ASIDE)} & there.keys():

@@ -1,5 +1,5 @@
-"""Tensors of published checkpoints of this model family: their public names and types, and the names of the files in
-the folder of a model. Does not import torch.
+"""Names and types of the tensors in this model family's checkpoints, and names of the files in a model's folder. Does
+not import torch.
 """
 
 from __future__ import annotations

@@ -43,12 +43,12 @@ def read_machines(path: Path = PRICES) -> list[Machine]:
 
 
 def machine_of_run(name: str, price: float | None, prices: Path = PRICES) -> tuple[Machine, str] | None:
-    """Return the machine that a run is meant for, and the reason, or None.
+    """Return the machine that a run is meant for, and the reason. Return None if there is no such machine.
 
     The machine is the first of these that the price list `prices` has:
 
-    1. the machine that the run is named after, as in 8xa100m40-fast ("the run's name")
-    2. a machine that costs `price`, the run's price_per_hour ("price_per_hour")
+    1. the machine that the run is named after, as in 8xa100m40-fast; reason: "the run's name"
+    2. a machine that costs `price`, the run's price_per_hour; reason: "price_per_hour"
 
     Raises UserError if the price list is wrong.
     """

@@ -138,8 +138,8 @@ class OptimizerStep:
         """Run the forward and the backward pass of each microbatch. Returns `losses_A` and `expert_tokens` of
         StepResult.
 
-        Afterwards `.grad` of each parameter is the mean gradient over the microbatches of all ranks, or with
-        `exchange=False` of this rank. In fp16, gradients are multiplied by the scaler's scale. Without
+        Afterwards `.grad` of each parameter is the mean gradient over the microbatches of all ranks (with
+        `exchange=False`: of this rank). In fp16, gradients are multiplied by the scaler's scale. Without
         DistributedDataParallel, call `forget_gradients` before the next call. Collective if gradients are exchanged.
         """
         # DDP's buckets still hold the gradients of the last step. (Without DDP, `forget_gradients` has freed them.)

@@ -73,7 +73,7 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
         if stated_dtype is None and len(upper_halves) >= FEWEST_NUMBERS and (upper_halves == 0).mean() > 0.5:
             raise UserError(
                 f"{path}: its tokens look like uint32 (as uint16, most of those at odd positions are 0); give "
-                "--token-dtype uint32, or --token-dtype uint16 if they are not"
+                "--token-dtype uint32 or, if that is wrong, --token-dtype uint16"
             )
         return TokenShard(path, dtype, 0, size // dtype.itemsize, has_header=False)
     if len(head) < SHARD_HEADER_BYTES:
