@@ -125,8 +125,8 @@ class Uploads:
         return [*(path.name for path in self._unsent()), *changed]
 
     def verify(self) -> None:
-        """Verify the newest and the best checkpoint here. One that is damaged or has no hashes is added to `damaged`,
-        with a warning, and is not sent by `push`."""
+        """Verify the newest and the best checkpoint here. One that cannot be verified is added to `damaged`, with a
+        warning, and is not sent by `push`."""
         for path in self._wanted():
             try:
                 verify_checkpoint(path)
