@@ -85,8 +85,7 @@ class TokenFile:
         return self._length
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return (count,) tokens from position `start` on, in the file's dtype, or fewer or none at the end of the
-        file."""
+        """Return the tokens from position `start` on, (count,) in the file's dtype; fewer at the end of the file."""
         end = min(start + count, len(self))  # safetensors does not clamp a slice to the length, and rejects empty ones
         return self._tokens[start:end] if start < end else np.empty(0, self.dtype)
 

@@ -105,7 +105,7 @@ class TokenStream:
             path.unlink(missing_ok=True)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return the tokens from position `start` on: `count`, or fewer at the end."""
+        """Return the tokens from position `start` on, (count,); fewer at the end."""
         count = max(0, min(count, self.size.tokens - start))
         return np.fromfile(self.path, self.dtype, count, offset=HEADER_BYTES + start * self.dtype.itemsize)
 
