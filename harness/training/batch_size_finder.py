@@ -154,8 +154,8 @@ class MicrobatchSearcher:
         return found
 
     def fits(self, microbatch_size: int) -> bool:
-        """Return True if optimizer steps with this microbatch run on every rank within the memory limit. On a CPU after
-        SEARCH_SECONDS, return False without a try if another size fits. Collective."""
+        """Return True if optimizer steps with this microbatch run on every rank within the memory limit. On a CPU,
+        return False without a try once SEARCH_SECONDS have passed and another size fits. Collective."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if any(self.world.gather(is_late and bool(self.peaks))):
             self.remark = f"A larger microbatch may fit; the search ended after {SEARCH_SECONDS:,.0f} s"
