@@ -124,7 +124,7 @@ def share_dropped(rate: float, heads: int) -> float:
 
 def measure_loss(bench: Workbench) -> None:
     """Record the time of output head and loss, forward and backward together, for several numbers of logits in a chunk.
-    Both are compiled, except in a rehearsal."""
+    The code is compiled, except in a rehearsal."""
     model, train = bench.shipped()
     vocab, width = model["vocab_size"], model["emb_dim"]
     rows, exponents = train["microbatch_size"] * model["context_length"], (12, 14) if bench.tiny else (27, 28, 29, 30)

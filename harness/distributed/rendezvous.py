@@ -114,7 +114,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
 
 
 def _give_up_connecting(local_rank: int) -> None:
-    """End this process because the ranks have not connected to each other. One rank of each machine prints this."""
+    """End this process because the ranks have not connected to each other. One rank per machine prints the reason."""
     if local_rank == 0:
         text = "the ranks met, but have not connected; look for an error message of another machine (on GPUs, "
         tell_soon(f"{text}NCCL_DEBUG=INFO shows why); {EXIT.again} to continue")

@@ -146,7 +146,7 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
     """Return a predicate on checkpoint names, True for a checkpoint that the run has abandoned by going back on this
-    machine. `files` are all files of the mirror. Even a checkpoint that was never here can count."""
+    machine. `files` are all files of the mirror. Even a checkpoint that was never here can be abandoned."""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
     # The next upload renames the meta.json of abandoned checkpoints. Until then, they are found here.
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
@@ -169,8 +169,8 @@ def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
 
 
 def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
-    """Return the name of the checkpoint that the run would continue from, and print a note, if that checkpoint is
-    damaged here and among the mirror's `files`. Otherwise return None."""
+    """Return the name of the checkpoint that the run would continue from, and print a note, if the mirror's `files`
+    include that checkpoint and its copy here is damaged. Otherwise return None."""
     start = choose_start(run.checkpoints, None)
     if start is None or f"checkpoints/{start.name}/{META}" not in files:
         return None

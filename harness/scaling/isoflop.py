@@ -63,7 +63,7 @@ class PowerLaw:
         return np.exp(np.polyval(self.line, np.log(flops)))
 
     def interval_at(self, flops: np.ndarray) -> np.ndarray:
-        """Return the ends of the 95 % interval of the quantity at each of `flops`, [2, n]."""
+        """Return the 95 % interval of the quantity at each of n `flops`: its two ends, [2, n]."""
         drawn = self.drawn[:, 1, None] + self.drawn[:, :1] * np.log(flops)
         return np.exp(np.percentile(drawn, [2.5, 97.5], axis=0))
 
@@ -185,7 +185,7 @@ def _optimum(
 
 
 def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
-    """Return the power laws over FLOPs of the best size, its tokens and its loss, if there are enough profiles.
+    """Return the power laws of the best size, its tokens and its loss over FLOPs, if there are enough profiles.
     `lowest` has (FLOPs, optimum, `_minima` of the draws) for each profile with an optimum."""
     if len(lowest) < LEAST_PROFILES:
         return Inconclusive(f"it needs at least {LEAST_PROFILES} profiles with a best size (given: {len(lowest)})")

@@ -112,7 +112,7 @@ class CompileCache:
         return self.folder / f"{self.name}-{self.parts}.bin"
 
     def _sign(self, packed: bytes) -> bytes:
-        """Return the signature of the next file with these contents."""
+        """Return the signature for the file `self.path` with the contents `packed`."""
         return hmac.digest(_secret(), self.path.name.encode() + b"\0" + packed, "sha256")
 
     def _remove_old_keys(self) -> None:

@@ -71,8 +71,8 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> list[str]:
     """Return the text to train a tokenizer on, in pieces: the beginnings of the files that `source.sampled` chooses.
 
-    If the sample is the whole text, the documents that `hold_out` will choose are left out (except with --exclude,
-    --max-documents or --max-tokens). Other held-out text may be in the sample.
+    Documents that `hold_out` will choose are left out if the sample is the whole text, without --exclude,
+    --max-documents or --max-tokens. In all other cases, held-out text may be in the sample.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS
