@@ -212,7 +212,7 @@ def read_metrics(path: Path) -> list[Event]:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The newest numbers in a run's metrics.jsonl. A number that the run has not reported is None."""
+    """The newest numbers in a run's metrics.jsonl; None: not reported, or not finite."""
 
     global_step: int
     tokens_seen: int
