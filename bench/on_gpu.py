@@ -87,8 +87,8 @@ def run_stages(bench: Workbench, stages: list[str], seconds: float) -> bool:
 
 
 def run_stage() -> None:
-    """Run the stage that sys.argv names. Kill this process group once the command that started it has ended, even by
-    SIGKILL."""
+    """Run the stage that sys.argv names. Once the command that started this process has ended, even by SIGKILL, kill
+    this process group."""
     parent, stage, shipped_runs, work, out, tiny = sys.argv[1:]
 
     def end_with_command() -> None:

@@ -174,8 +174,8 @@ def _curves_on(
 
 
 def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -> Curve:
-    """Return the curve of the mean loss over the mean place at the steps that all `runs` have. Each run maps a global
-    step to a place on the axis and a loss."""
+    """Return the mean curve of `runs` at the steps that all of them have. Each run maps a global step to a place on the
+    axis and a loss; both are averaged."""
     steps = [step for step in runs[0] if all(step in run for run in runs)]
     x, y = ([sum(run[step][part] for run in runs) / len(runs) for step in steps] for part in (0, 1))
     if len(runs) < 2:

@@ -264,14 +264,14 @@ def _text_words(result: LossResult) -> str:
 
 
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
-    """Return the basis of each result's bits per byte, by the basis of its test loss. Bits per byte of the same text
-    can be compared even if the tokenizers differ.
+    """Map the basis of each result's test loss to the basis of its bits per byte. Bits per byte of the same text can be
+    compared even if the tokenizers differ.
 
     Two results with different tokenizers count as measured on the same text if all of this holds:
 
     - The names of the splits are equal, and so are the precisions.
     - Both texts begin at the first token of their split.
-    - The numbers of bytes are known exactly, and differ by at most those of MEASURED_BATCH sequences.
+    - The numbers of bytes are known exactly, and differ by at most the bytes of MEASURED_BATCH sequences.
     """
     bases: dict[Basis, Basis] = {}
     firsts: list[tuple[LossResult, float | None, float]] = []  # result, bytes if known exactly, bytes of a window

@@ -185,7 +185,7 @@ class TokenLoader:
         return Microbatch(np.stack([self.tokens.read(int(start), length + 1) for start in starts]), counted)
 
     def microbatches(self, steps_from_start: int, rank: int) -> list[Microbatch]:
-        """Return the microbatches that `rank` reads in step `steps_from_start`, counted from `first_window`. If the
+        """Return the microbatches that `rank` reads in step `steps_from_start`; step 0 begins at `first_window`. If the
         order is not front to back, the windows of the rank's next step are read ahead."""
         # If the order is not front to back, a disk needs a seek for each window.
         if not self.order.is_front_to_back:

@@ -208,7 +208,7 @@ class Watchdog:
 
     def beat(self) -> None:
         """Record that this rank has done one more part of the work at its current place. All ranks must divide this
-        work into parts alike, because the watchdog compares their counts."""
+        work into equally many parts, because the watchdog compares their counts."""
         if self._place is not None:
             self._last_beat = self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 

@@ -55,8 +55,8 @@ class Mirror:
     _opened: Any
 
     def open(self) -> None:
-        """Drop an earlier file system with its caches and connections, so that the next use connects anew. Raises
-        UserError if the library for the mirror's scheme is not installed."""
+        """Make the next use connect anew, without earlier caches or connections. Raises UserError if the library for
+        the mirror's scheme is not installed."""
         import fsspec
 
         options: dict[str, Any] = {"skip_instance_cache": True}

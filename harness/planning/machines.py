@@ -61,7 +61,7 @@ def machine_of_run(name: str, price: float | None, prices: Path = PRICES) -> tup
 
 
 def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tuple[float | None, str]:
-    """Return the dollars per hour of `gpus` GPUs of the kind `device`, or None, and a text with the source or the
+    """Return the price of `gpus` GPUs of the kind `device` in dollars per hour and its source, or None and the
     reason.
 
     `given` is train.json's price_per_hour. The price is the first of these that exists:

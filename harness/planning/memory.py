@@ -18,7 +18,8 @@ CHUNK_BYTES = 2**29  # of the loss's largest chunk of logits, in bf16 (CHUNK_LOG
 def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> int | None:
     """Return the bytes that a compiled step in bf16 allocates on each GPU at its peak.
 
-    Returns None if the estimate does not cover the model or the settings. "auto" counts as bf16 and as compiled.
+    Returns None if the estimate does not cover the model or the settings. `precision` "auto" counts as bf16, `compile`
+    "auto" as compiled.
     """
     if model.moe is not None or config.precision not in ("auto", "bf16") or config.compile is False:
         return None

@@ -192,8 +192,7 @@ class Plan:
         return {"training": training, "validation": validating}
 
     def price(self, speed: PlannedSpeed) -> tuple[float | None, str]:
-        """Return the dollars per hour of the plan's GPUs, or None, and a text with the source or the reason, as
-        `hourly_price` does."""
+        """Return the price of the plan's GPUs in dollars per hour and its source, or None and the reason."""
         return hourly_price(self.config.price_per_hour, speed.device, self.layout.world_size)
 
 

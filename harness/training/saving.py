@@ -141,8 +141,8 @@ class HostCopies:
 
 
 def copy_state(step: OptimizerStep, world: World, copies: HostCopies) -> dict[str, Any]:
-    """Return {"weights": ..., "optimizer": ...}, on rank 0 with copies by their names in checkpoints, on other ranks
-    with empty dicts. On a GPU, the copies can be read after `copies.wait()`. Collective."""
+    """Return {"weights": ..., "optimizer": ...}. On rank 0, both are copies of tensors by their names in checkpoints,
+    on other ranks empty dicts. On a GPU, the copies can be read after `copies.wait()`. Collective."""
     optimizer = step.optimizer
     copied: dict[str, Any] = {"weights": {}, "optimizer": {}}
 

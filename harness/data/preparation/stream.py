@@ -84,7 +84,7 @@ class TokenStream:
 
     def append_documents(self, source: TokenStream, sizes: np.ndarray, places: np.ndarray) -> None:
         """Append documents of the stream `source`: those with the numbers `places`, in this order. `sizes`, (documents,
-        2), has the tokens and bytes of all documents of `source`."""
+        2), counts the tokens and bytes of each document of `source`."""
         copy_documents(source.path, sizes[:, 0] * self.dtype.itemsize, places, self._tokens)
         self._index.write(sizes[places].astype(INDEX_DTYPE.base).tobytes())
         self.size += StreamSize(len(places), int(sizes[places, 0].sum()))
