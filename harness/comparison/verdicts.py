@@ -47,7 +47,7 @@ class Arm:
 
     @property
     def flaw(self) -> str:
-        """Reason why the arm cannot be compared: it has no run, or a run whose loss is not finite. Empty if it can be
+        """Reason why the arm cannot be compared: no loss is known, or one is not finite. Empty if it can be
         compared."""
         if not self.losses:
             return f"{self.name} has no run with this loss"

@@ -201,8 +201,8 @@ class Uploads:
         return [path for path in self._wanted() if path.name not in self._whole | self.damaged]
 
     def _is_whole(self, path: Path, there: dict[str, int]) -> bool:
-        """Return True if the mirror, which has the files `there`, has a checkpoint as it is in the run's folder. The
-        files' sizes and meta.json, which has their hashes, must be equal."""
+        """Return True if the mirror, which has the files `there`, has a whole copy of the checkpoint `path`. The files'
+        sizes and meta.json, which has their hashes, must be equal."""
         remote = f"checkpoints/{path.name}"
         with suppress(FileNotFoundError):  # `keep_checkpoints` has deleted it meanwhile
             sizes = {f"{remote}/{file.name}": file.stat().st_size for file in files_of(path)}
