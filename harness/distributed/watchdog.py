@@ -207,8 +207,8 @@ class Watchdog:
         self._pass(place, IDLE, is_guarded=False)
 
     def beat(self) -> None:
-        """Record that this rank has done one more part of the work at its current place. All ranks must divide this
-        work into equally many parts, because the watchdog compares their counts."""
+        """Record that this rank has done one more part of the work at its current place. Parts must be about
+        equally large on all ranks, because the watchdog compares the ranks' counts."""
         if self._place is not None:
             self._last_beat = self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 

@@ -108,8 +108,8 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """Return an entry of CUDA_VISIBLE_DEVICES for each GPU that this process may use: the variable's own entries if it
-    is set, otherwise the indices of all GPUs."""
+    """Return the entries of CUDA_VISIBLE_DEVICES, or the indices of all GPUs if it is not set. Empty if this machine
+    has no GPU."""
     names = gpu_names()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not names or visible is None:
