@@ -31,7 +31,7 @@ HEADINGS = ("machine", "$/h", "tokens/s", "hours", "dollars", "basis")
 
 @dataclass(frozen=True)
 class KnownSpeed:
-    """The speed at which a run was trained on a machine, not counting validation, checkpoints and set-up."""
+    """The speed at which a run was trained on a machine, not counting validation."""
 
     run: str
     basis: str  # "measured" by this program, or "reported" in reported.json
