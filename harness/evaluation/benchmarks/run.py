@@ -161,7 +161,7 @@ def task_manager(*, with_index: bool) -> Any:
 
 
 def quieten() -> None:
-    """Turn off lm-eval's logs, the warnings of datasets and huggingface_hub, and the progress bars of datasets."""
+    """Turn off lm-eval's logs, the warnings of `datasets` and `huggingface_hub`, and progress bars of `datasets`."""
     # Import the libraries before changing their log levels, because they set the levels when they are imported.
     import datasets
     import huggingface_hub.utils.logging
