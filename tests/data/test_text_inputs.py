@@ -108,6 +108,17 @@ def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
     assert documents_of(preparer.path / "out", "validation") == DOCUMENTS[30:]
 
 
+def test_a_folder_is_described_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "one.txt").write_text("Dear reader")
+    monkeypatch.chdir(tmp_path / "letters")
+    assert [find_text([each]).origin["input"] for each in (".", "../letters", "*.txt")] == [
+        "letters",
+        "letters",
+        "*.txt",
+    ]
+
+
 def test_a_separator_cuts_text_files_into_documents(preparer: Preparer) -> None:
     (preparer.path / "all.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS))
     options = ["--document-separator", r"\n<|endoftext|>\n", *IN_ORDER, "--validation-fraction", "0.25"]

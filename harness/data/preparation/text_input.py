@@ -8,6 +8,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ class TextSource:
 
 def short_name(inputs: Sequence[str]) -> str:
     """Return the names of the input files and folders without their paths, joined and abbreviated."""
-    return abbreviated([Path(each).name for each in inputs])
+    return abbreviated([Path(os.path.abspath(each)).name for each in inputs])  # "." has no name of its own
 
 
 def find_text(patterns: Sequence[str]) -> TextSource:
