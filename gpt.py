@@ -550,7 +550,7 @@ class GPTModel(nn.Module):
 
 def load_model(config: ModelConfig, weights: Path, device: torch.device) -> GPTModel:
     """Return a model in evaluation mode on `device`, with the weights of a safetensors file. Raises UserError if the
-    file cannot be read or does not fit `config`, or if memory is too small for the weights."""
+    file cannot be read or does not fit `config`, or if host memory is too small for the weights."""
     check_memory(config)
     model = GPTModel(config)
     model.load_checkpoint_tensors(load_weights(weights), weights)

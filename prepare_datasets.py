@@ -243,7 +243,7 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
 
 def next_steps(folder: Path) -> Iterator[str]:
     """Yield the commands that train a model like the quickstart's on the dataset in `folder`, a path ending in
-    OWNER/NAME. A bare NAME is first moved to datasets/me/."""
+    OWNER/NAME. The first command moves a bare NAME to datasets/me/."""
     if len(folder.parts) == 1:
         place = Path("datasets", "me", folder)
         yield f"mkdir -p {place.parent} && mv {folder} {place}"

@@ -165,7 +165,7 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
 
 
 def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | Inconclusive:
-    """Return two JSON texts, which are equal for runs that differ only in their seeds (replicates).
+    """Return two JSON texts. Runs that differ only in their seeds (replicates) have the same two.
 
     - The first has the dataset, the settings that affect the result, and the changes made during training.
     - The second has the SURROUNDINGS and the attention kernel.

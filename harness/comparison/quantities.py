@@ -372,8 +372,8 @@ def _finite_test_losses(record: RunRecord) -> Values:
 
 
 def _trained_on(record: RunRecord) -> Values:
-    """Return a percentage for each text of a test loss: how many of the 13-grams of the text's split also occur in the
-    run's training data."""
+    """Return, for each split with a test loss, the percentage of its 13-grams that also occur in the run's training
+    data."""
 
     def read(result: LossResult) -> tuple[float | None, str] | None:
         found = result.trained_on

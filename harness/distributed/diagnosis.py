@@ -91,7 +91,7 @@ class Heartbeats:
         return any(self.last[rank].heartbeat.leaving for rank in self.neighbors())
 
     def neighbors(self) -> list[int]:
-        """Return the ranks of this machine, including this one."""
+        """Return all ranks of this machine."""
         return [rank for rank, last in enumerate(self.last) if last.heartbeat.process.is_neighbor_of(self.process)]
 
 

@@ -191,7 +191,7 @@ def _is_line_of(line: bytes, meta: CheckpointMeta) -> bool:
 
 
 def _end_of_earlier_lines(content: bytes, meta: CheckpointMeta) -> int:
-    """Return the length of a metrics.jsonl up to the end of the last event from before the checkpoint; 0: there is
+    """Return the length of a metrics.jsonl up to the end of its last event before the checkpoint, or 0 if there is
     none."""
     end = content.rfind(b"\n") + 1
     while end:

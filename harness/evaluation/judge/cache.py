@@ -39,9 +39,9 @@ class JudgeCache:
     `records` has all answers, valid or not, those of other files included."""
 
     def __init__(self, path: Path, *others: Path) -> None:
-        """Create or read the file `path`, and lock it. Also read those of the files `others` that exist. Raises
-        UserError if another process uses `path` or if a file is no cache file. Raises RunError or OSError if a file
-        cannot be read."""
+        """Create or read the file `path`, and lock it. Also read each of `others` that exists. Raises UserError if
+        another process uses `path` or if a file is no cache file. Raises RunError or OSError if a file cannot be
+        read."""
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
