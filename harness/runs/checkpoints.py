@@ -42,7 +42,7 @@ class NoCheckpointError(UserError):
 def find_checkpoint(folder: Path, name: str) -> Path:
     """Return the path of the checkpoint `name` in `folder`. `name` is a folder's name, `latest` or `best`. For a link,
     the path is that of its target. Raises NoCheckpointError if the checkpoint is missing, and UserError if `name` is
-    not plain or leads out of `folder`."""
+    invalid or leads out of `folder`."""
     path = folder / check_name(name, "checkpoint")
     if not path.is_dir():
         links = [link for link in (BEST, LATEST) if (folder / link).is_dir()]

@@ -384,8 +384,8 @@ def write_model(
 
 def write_model_files(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor], **facts: Any) -> None:
     """Write model.json, model.safetensors and meta.json into the folder `draft`. meta.json has the configuration and
-    `facts`. `tensors` have their names in published checkpoints, and may share memory. Raises OSError or
-    SafetensorError if a file cannot be written."""
+    `facts`. `tensors` are named as in published checkpoints, and may share memory. Raises OSError or SafetensorError if
+    a file cannot be written."""
     from harness.model.weights import save_weights
 
     replace_text(draft / MODEL_JSON, json.dumps(config, indent=4) + "\n")
