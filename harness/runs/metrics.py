@@ -95,7 +95,7 @@ class BenchmarkEvent(Event):
 
 
 class SampleEvent(Event):
-    """Text of train.json's `sample_prompt`, continued by the model."""
+    """The `sample_prompt` of train.json, continued by the model."""
 
     event: str = "sample"
     text: str = ""
