@@ -309,7 +309,7 @@ def _measurements(
     - The result of the best checkpoint is used, else of the latest.
     - If neither was measured, that of the highest step is used, but not for a finished run.
     - Of several results of one checkpoint, the newest is used.
-    - Results of an earlier training (aside/) do not count.
+    - Results of checkpoints in aside/ do not count.
     """
     best_step = record.summary.best_step if record.summary else None
     steps = record.summary.global_steps if record.summary else None

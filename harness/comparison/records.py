@@ -70,7 +70,7 @@ class RunRecord:
     reported: Reported | None = None
     best: str | None = None  # name of the checkpoint that the link `best` points to; None without such a link
     latest: str | None = None
-    aside: frozenset[str] = frozenset()  # checkpoints of earlier trainings, in aside/; their results do not count
+    aside: frozenset[str] = frozenset()  # checkpoints in aside/; their results do not count
     problems: tuple[str, ...] = ()
 
     @classmethod

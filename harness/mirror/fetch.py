@@ -94,7 +94,7 @@ def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, Checkp
 
 def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
     """Return name and meta.json of the newest whole checkpoint in the mirror that the run has not abandoned by going
-    back. Return None if it is not newer than the latest one here. Raises RunError if the mirror cannot be read, and
+    back. Return None if none is newer than the latest one here. Raises RunError if the mirror cannot be read, and
     UserError if another machine has set the run's latest one aside."""
     files = without_left(run, retried(mirror, mirror.files))
     refuse_if_set_aside(run, mirror, files)

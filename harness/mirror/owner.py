@@ -34,7 +34,8 @@ WAITING_SECONDS = 5.0  # between two readings of another machine's owner.json
 
 
 class LeaseLost(RunError):  # noqa: N818 - not an error of this machine
-    """Exception raised once another machine has taken the run. Its message is that machine's name."""
+    """Exception raised once another machine has taken the run. Its message is that machine's name, or
+    "another machine"."""
 
 
 class Lease:

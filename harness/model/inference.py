@@ -36,8 +36,8 @@ class KeyValueCache:
         self._last_Bx1: Tensor | None = None  # the last token of each row, NO_TOKEN for an empty row
 
     def take(self, tokens_BxT: Tensor, lengths: list[int] | None) -> Tensor:
-        """Prepare the cache for new tokens, and return their positions (B, T). Row b has `lengths[b]` new tokens,
-        followed by padding (None: no padding). Must be called before the layers call `extend`."""
+        """Prepare the cache for new tokens, and return their positions (B, T). Row b has `lengths[b]` new tokens, then
+        padding. If `lengths` is None, no row has padding. Must be called before the layers call `extend`."""
         if lengths is None:
             lengths = [tokens_BxT.shape[1]] * len(tokens_BxT)
         before = self.lengths or [0] * len(lengths)

@@ -1,4 +1,4 @@
-"""Numeric precision of a run, resolved from `precision` in train.json for a device."""
+"""Numeric precision of training or evaluation on a device."""
 
 from __future__ import annotations
 

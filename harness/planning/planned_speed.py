@@ -139,8 +139,8 @@ def _measured_speed(
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
     """Return the speed in the run's reported.json for this model and batch on `own` (None: any device), or None.
 
-    Each setting in train.json that affects speed must have its default or the report's value. With the report's
-    validation settings, its speed of training and validation together is preferred to that of training alone.
+    Each setting in train.json that affects speed must have its default or the report's value. If the validation
+    settings equal the report's, its speed of training and validation together is preferred.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:

@@ -80,7 +80,7 @@ def _error(value: Estimate) -> list[list[float]]:
 
 def _along(analysis: Analysis, *, predictions: bool = False) -> np.ndarray:
     """Return CURVE_POINTS numbers of FLOPs, at which a curve is drawn. Their range is a little wider than that of the
-    points, and with `predictions` also than that of the predictions."""
+    points and, with `predictions`, of the predictions."""
     further = [prediction.plan.flops for prediction in analysis.predictions] if predictions else []
     flops = np.log([*analysis.points.flops, *further])
     margin = 0.15 * np.ptp(flops) + 0.05

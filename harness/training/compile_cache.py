@@ -81,8 +81,8 @@ class CompileCache:
                 self.parts += 1
 
     def save(self) -> None:
-        """Write to a further file what torch has compiled since the last file. On rank 0, also remove files of old
-        keys. If writing fails, only warn."""
+        """Write a file with what torch has compiled since the last one. On rank 0, also remove files of old keys. If
+        writing fails, only warn."""
         if not self.writes or self.parts == MOST_PARTS or not CacheArtifactManager.need_serialize():
             return
         artifacts = torch.compiler.save_cache_artifacts()
@@ -133,7 +133,7 @@ def _names(found: CacheInfo | None) -> set[tuple[str, str]]:
 
 def _secret() -> bytes:
     """Return this user's secret, from the environment variable that CACHE_SECRET names, else from SECRET_FILE in the
-    user's cache. Makes the file if it is missing."""
+    user's cache, which is made if it is missing."""
     if given := os.environ.get(CACHE_SECRET):
         return given.encode()
     path = user_cache() / SECRET_FILE

@@ -154,8 +154,7 @@ def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target:
 
 
 def copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
-    """Append `length` bytes from the current position of `source` to `target`. Raises RunError if `source` is
-    shorter."""
+    """Append the next `length` bytes of `source` to `target`. Raises RunError if `source` is shorter."""
     while length > 0:
         block = source.read(min(length, COPIED_BYTES))
         if not block:

@@ -25,8 +25,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     with logits_cache=False, apart from rounding. Some requests succeed on which `hf` fails. Other differences:
 
     - Sampling draws other random numbers. If a task gives no top_k, all tokens can be drawn (`hf`: the likeliest 50).
-    - If a task samples, generation options outside KNOWN_SETTINGS raise UserError. If not, only options with other
-      values than in NEUTRAL do.
+    - Raises UserError if a task samples with an option outside KNOWN_SETTINGS, or does not sample and gives an option
+      in NEUTRAL another value.
     - The name of a special token in a text ("<|endoftext|>") is ordinary text (`hf`: the token).
     """
 

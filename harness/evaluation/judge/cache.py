@@ -36,7 +36,7 @@ class Record(BaseModel):
 
 class JudgeCache:
     """Cache file of a judge's answers. If the file system has locks, the file is locked until the `with` block ends.
-    `records` has all answers, valid or not, those of other files included."""
+    `records` has all answers, valid or not, of this file and of `others`."""
 
     def __init__(self, path: Path, *others: Path) -> None:
         """Create or read the file `path`, and lock it. Also read each of `others` that exists. Raises UserError if
