@@ -60,7 +60,7 @@ class DerivedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All keys of model.json and train.json, with defaults for missing keys."""
+        """Settings in model.json and train.json, with defaults for missing keys."""
         return _settings(self.model_config, self.train_config)
 
     def settings_there(self) -> dict[str, Any]:

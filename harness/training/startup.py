@@ -175,7 +175,7 @@ def choose_precision(config: TrainConfig, device: torch.device, meta: Checkpoint
 
 def fetch_data(world: World, experiment: Experiment) -> TrainingData:
     """Return the experiment's data on every rank. If a dataset is missing, the first process of each node downloads or
-    builds it. Collective. Raises UserError if a dataset cannot be obtained or used."""
+    builds it. Collective. Raises UserError or PeerError if a dataset cannot be obtained or used."""
     for name in experiment.config.dataset_weights:
         world.on_each_node(partial(ensure_dataset, experiment.datasets_dir, name, experiment.splits))
     return experiment.open_data()
