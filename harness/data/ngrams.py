@@ -39,7 +39,7 @@ POWERS, INVERSE_POWERS = _powers(FACTOR), _powers(pow(FACTOR, -1, 2**64))  # mod
 
 
 def ngram_hashes(tokens: np.ndarray) -> np.ndarray:
-    """Return a 64-bit hash of each 13-gram: (tokens - 12,) uint64, or none for fewer than 13 tokens. The method is Karp
+    """Return a 64-bit hash of each 13-gram: (tokens - 12,) uint64, empty for fewer than 13 tokens. The method is Karp
     and Rabin's ("Efficient randomized pattern-matching algorithms", 1987)."""
     hashes = np.empty(max(0, len(tokens) - NGRAM + 1), np.uint64)
     for at in range(0, len(hashes), BLOCK_TOKENS):

@@ -192,8 +192,8 @@ def write_responses(path: Path, responses: Responses) -> None:
 
 def read_comparable(paths: Sequence[Path]) -> list[Responses]:
     """Read one or more responses files of models that are to be compared. Models of equal names are told apart by the
-    paths of their files. Raises UserError if a file is not valid or is given twice, or if questions or
-    reference answers differ."""
+    paths of their files. Raises UserError if a file is not valid or is given twice, or if questions or reference
+    answers differ."""
     again = [path for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
     if again:
         raise UserError(f"{again[0]}: given twice; give each model's responses once")
