@@ -250,8 +250,8 @@ def _begin_within(
 
 
 def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
-    """Divide the text into splits and shuffle it, both by `rules`, and write the files of the splits. `pool` has the
-    documents that may be held out, and `text` all others. Afterwards, `work.journal` has the splits."""
+    """Divide the text into splits and shuffle it, both by `rules`, and write the files of the splits. `text` and
+    `pool` are those that `_tokenize` has written. Afterwards, `work.journal` has the splits."""
     journal = work.journal
     if journal.phase == "read":
         pool.size = journal.here.pool
