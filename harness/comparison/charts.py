@@ -191,7 +191,7 @@ def _place_on(axis: str, record: RunRecord, events: Sequence[Event]) -> tuple[st
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
         if not dollars or not seconds:
             missing = "it cost nothing" if dollars == 0 else 'train.json had no "price_per_hour"'
-            raise UserError(f"{missing}, so its losses cannot be drawn over dollars")
+            raise UserError(f"{missing}, so losses cannot be drawn over dollars")
         if all(each.dollars is not None for each in events):
             return "dollars", 1.0
         return "seconds", dollars / seconds  # an earlier version's lines, or there was no price yet

@@ -103,9 +103,9 @@ def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:
     free = trained(tmp_path, "free", 2, price_per_hour=None)
     chart = chart_of(trained(tmp_path, "paid"), free, axis="dollars")
     assert [(each.label, each.run_count) for each in chart.curves] == [("paid", 1)], "without its replicate"
-    assert chart.problems == ['free: train.json had no "price_per_hour", so its losses cannot be drawn over dollars']
+    assert chart.problems == ['free: train.json had no "price_per_hour", so losses cannot be drawn over dollars']
     chart = chart_of(trained(tmp_path, "own", price_per_hour=0.0), axis="dollars")
-    assert (chart.curves, chart.problems) == ([], ["own: it cost nothing, so its losses cannot be drawn over dollars"])
+    assert (chart.curves, chart.problems) == ([], ["own: it cost nothing, so losses cannot be drawn over dollars"])
     unknown = chart_of(RunFolder(tmp_path, "f").train_to(0, 10))
     assert (unknown.curves, unknown.problems) == (
         [],
