@@ -137,7 +137,7 @@ def _measured_speed(
 
 
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
-    """Return the speed in the run's reported.json for this model and batch on `own` (None: any device), or None.
+    """Return the speed in the run's reported.json for this model and batch on the device `own` (None: any), or None.
 
     Each setting in train.json that affects speed must have its default or the report's value. If the validation
     settings equal the report's, its speed of training and validation together is preferred.

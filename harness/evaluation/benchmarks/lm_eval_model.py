@@ -22,7 +22,7 @@ NEUTRAL = {"num_beams": 1, "repetition_penalty": 1, "no_repeat_ngram_size": 0}  
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """Model class for lm-eval. Results are those of lm-eval's own `hf` model with the same weights and tokenizer, and
-    with logits_cache=False, apart from rounding. Some requests succeed on which `hf` fails. Other differences:
+    with logits_cache=False, apart from rounding. `hf` fails on some requests that succeed here. Other differences:
 
     - Sampling draws other random numbers. If a task gives no top_k, all tokens can be drawn (`hf`: the likeliest 50).
     - Raises UserError if a task samples with an option outside KNOWN_SETTINGS, or does not sample and gives an option
