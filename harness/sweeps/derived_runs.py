@@ -68,8 +68,8 @@ class DerivedRun:
         return _settings(load_model_config(self.directory.model_json), load_train_config(self.directory.train_json))
 
     def as_made(self) -> DerivedRun:
-        """Return the run with the train.json of its folder, if there is one: it may have another price or ceiling.
-        Raises UserError if that file is damaged."""
+        """Return the run with the `train_config` of its folder's train.json, if there is one: it may have another price
+        or ceiling. Raises UserError if that file is damaged."""
         path = self.directory.train_json
         return replace(self, train_config=load_train_config(path)) if path.is_file() else self
 
