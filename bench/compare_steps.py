@@ -127,7 +127,7 @@ class Player:
 
 
 def make_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: int) -> Path:
-    """Write a run directory for ddp_train.py and a dataset of random tokens into `folder`. Return the run directory."""
+    """Write a dataset of random tokens and a run directory for ddp_train.py into `folder`. Return the run directory."""
     run = folder / "runs" / "bench"
     sizes = zip(("n_layers", "emb_dim", "n_heads", "context_length", "vocab_size"), case, strict=False)
     # Biases of queries, keys and values, because transformers' model always has them.

@@ -151,7 +151,7 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
     """Return the names of each arm's runs, by the name of the arm. `taken` has the names of all runs.
 
     - The runs `wide-seed1` and `wide-seed2` are the arm `wide` if this name is free.
-    - Any other arm has the name of its run `baseline`, or else of its first run.
+    - Any other arm has the name of one of its runs: `baseline` if that is among them, or else the first.
     """
     stems = []
     for arm in arms:

@@ -378,8 +378,8 @@ def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
 
 
 def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:
-    """Return the names, with control characters escaped, and names of more than `most` characters cut in the middle.
-    Names that would then look the same are cut less, or not at all."""
+    """Return the names with control characters escaped. Names of more than `most` characters are cut in the middle.
+    Those that would then look the same are cut less, or not at all."""
     whole = [printable(name) for name in names]
     shown = {name: _cut(name, most) for name in whole}
     alike: dict[str, list[str]] = {}

@@ -192,7 +192,7 @@ class Watchdog:
     @contextmanager
     def guard(self, place: Place) -> Iterator[None]:
         """Context manager for the work at `place`. In the body, a lack of progress is a fault after the timeout. A
-        `beat` is progress. A guarded step is timed for `own_seconds`."""
+        `beat` is progress. Records the time of a step, for the method `own_seconds`."""
         begun, self._last_beat = self._pass(place, 0, is_guarded=True), None
         try:
             yield

@@ -107,11 +107,11 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
 
 
 def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: bool) -> bool:
-    """Return True if the mirror's summary and chart may replace the run's.
+    """Return True if the mirror's summary and chart may replace the run's. They may not in these cases:
 
-    - A damaged summary may not.
-    - With a checkpoint here, a summary of fewer tokens than the summary here may not.
-    - With a checkpoint here and `with_weights`, a summary of more tokens than the newest checkpoint may not.
+    - The mirror's summary is damaged.
+    - A checkpoint is here, and the mirror's summary has fewer tokens than the run's.
+    - A checkpoint is here, `with_weights` is true, and the mirror's summary has more tokens than the newest checkpoint.
     """
     there = tokens_of_summary(retried(mirror, lambda: mirror.read(run.summary.name)))
     if there == math.inf or not (checkpoints := list_checkpoints(run.checkpoints)):

@@ -74,8 +74,8 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
 
 
 def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the same text in pieces of at most LONGEST_PIECE characters. Only longer documents are cut, if possible
-    between words."""
+    """Yield the text of `pieces` in pieces of at most LONGEST_PIECE characters. Only longer documents are cut, if
+    possible between words."""
     rest = ""
     for piece in pieces:
         if not piece.text and not piece.ends:  # the piece marks the end of a file

@@ -46,8 +46,8 @@ class TokenShard:
 
 def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     """Return the position, number and dtype of the tokens in a file. `stated_dtype` is the user's dtype for files
-    without a header; None: uint16. Raises UserError if the file is recognizably damaged, of an unknown format, or of
-    another dtype."""
+    without a header; None: uint16. Raises UserError if the file is recognizably damaged, if its format or dtype is not
+    supported, or if it looks like uint32 and `stated_dtype` is None."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(SHARD_HEADER_BYTES)
