@@ -180,8 +180,8 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
 
 
 def send_rest(run: RunDirectory, url: str) -> str | None:
-    """Send to the mirror at `url` everything that the training process, which may have been killed, has not sent.
-    Return what went wrong, or None."""
+    """Send to the mirror at `url` what the training process, which may have been killed, has left unsent. Return what
+    went wrong, or None."""
     command = [sys.executable, str(ROOT / "mirror.py"), "push", run.path.name, url, "--runs-dir", str(run.path.parent)]
     deadline = time.monotonic() + UPLOAD_SECONDS
     fault = ""

@@ -32,8 +32,8 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 
 
 def optimizer_state_bytes(config: TrainConfig, model: ModelConfig) -> int:
-    """Return the bytes of the optimizer's state tensors (MOMENTS) for a whole model. With `shard_optimizer` the tensors
-    are split over the ranks."""
+    """Return the bytes of the optimizer's state tensors (MOMENTS) for a whole model: with `shard_optimizer`, those of
+    all ranks together."""
     assert config.optimizer in MOMENTS
     by_muon = 0
     if config.optimizer == "muon":

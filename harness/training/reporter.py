@@ -319,7 +319,7 @@ class Reporter:
 
 
 def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
-    """Return meta.json's entries about the machine, torch's version and the batch of this process."""
+    """Return meta.json's entries about the machine, torch's version and the batch."""
     return {
         "world_size": world.size,
         "microbatch_size": prepared.layout.microbatch_size,
