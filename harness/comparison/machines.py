@@ -147,7 +147,7 @@ def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[st
 
 
 def known_speeds(run: RunDirectory, model: ModelConfig, train: Mapping[str, Any]) -> list[KnownSpeed]:
-    """Return the training speeds of `model` that a run's folder has: the one measured with the kernels of `train`, and
+    """Return the training speeds of `model` found in a run's folder: the one measured with the kernels of `train`, and
     the one that others reported. Raises UserError if summary.json or reported.json is wrong."""
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None

@@ -131,7 +131,7 @@ class Plan:
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def added_checkpoints(self, *, at_end: bool = False) -> int:
-        """Return the largest number of checkpoints that can ever be on the disk besides those that are there now.
+        """Return the largest number of planned checkpoints that can be on the disk besides those that are there now.
 
         With `at_end`, this is the number once the run has finished without a further stop.
         """

@@ -34,8 +34,8 @@ QUIET = {"frameon": False, "fontsize": "small"}
 
 
 def draw_scaling_chart(analysis: Analysis, picture: Path) -> None:
-    """Draw the four panels into the file `picture`, in the format of its suffix. An existing file is replaced
-    atomically. Raises OSError if the file cannot be written."""
+    """Draw the chart into the file `picture`, in the format of its suffix. An existing file is replaced atomically.
+    Raises OSError if the file cannot be written."""
     kind = picture.suffix.lower().removeprefix(".")
     with matplotlib.style.context("default"), matplotlib.rc_context({"font.size": 10, "svg.fonttype": "none"}):
         figure = Figure(figsize=(11, 8.5), dpi=150, layout="constrained")
