@@ -83,8 +83,7 @@ def plan_speed(
 
 
 def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec) -> PlannedSpeed:
-    """Return the estimated speed on `device`, or a PlannedSpeed without a number if the estimate does not cover this
-    case."""
+    """Return the estimated speed on `device`, or a PlannedSpeed without a number if there is no estimate."""
     train = experiment.config.model_dump(mode="json")
     found = estimated_speed(experiment.model, device, layout, train)
     if isinstance(found, str):

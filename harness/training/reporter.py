@@ -56,7 +56,7 @@ NOT_RECORDED = ("microbatches", "skipped_in_a_row", "own_seconds")  # fields of 
 
 
 class Console:
-    """Progress over global steps and the newest numbers: a bar on a terminal, plain lines elsewhere. `done` of `total`
+    """Progress over global steps, and the newest numbers: a bar on a terminal, plain lines elsewhere. `done` of `total`
     global steps are done at the start. Prints nothing unless `visible`."""
 
     def __init__(self, total: int, done: int, *, visible: bool) -> None:
