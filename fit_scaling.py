@@ -127,9 +127,8 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, object] | None) -> Plan:
     """Return the training that a value of --predict names.
 
-    `text` is this value: the name of a run, or for example `parameters=1e9,tokens=2e10`. `cost` and `trained_on` are
-    those of the fitted Points. Raises UserError if the text or the run is wrong, or if the law does not hold for the
-    run.
+    `text` is this value: a run's name, or for example `parameters=1e9,tokens=2e10`. `cost` and `trained_on` are those
+    of the fitted Points. Raises UserError if the text or the run is wrong, or if the law does not hold for the run.
     """
     from harness.comparison.records import RunRecord
     from harness.model.config import load_model_config
