@@ -190,7 +190,7 @@ def training_basis(record: RunRecord) -> Basis | None:
 
 
 def validation_basis(record: RunRecord) -> Basis | None:
-    """Return the basis of a run's validation losses, or None if their text is not recorded."""
+    """Return the basis of a run's validation losses (their text), or None if that text is not recorded."""
     text, name = validation_text(record.model, record.train, record.dataset), record.dataset.get("name")
     if text is None:
         return None

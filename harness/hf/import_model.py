@@ -138,7 +138,7 @@ def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) ->
 def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return the keys of model.json for `raw`, the config.json of a model that Giles Thomas has published. `raw` was
     read from the file `source`. The format is that of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/. Raises
-    UserError if the model is of another type or cannot be imported."""
+    UserError if `raw` has another format or cannot be imported."""
     if raw.get("model_type") != NOTEBOOK_TYPE:
         kind = quoted(raw.get("model_type"))
         raise UserError(f'{source}: key "model_type": {kind}; only "gpt2" and "{NOTEBOOK_TYPE}" can be imported')

@@ -325,8 +325,8 @@ class Uploads:
                     self.mirror.delete(f"checkpoints/{name}")
 
     def _prune(self, there: dict[str, int]) -> None:
-        """Once no wanted checkpoint is left to send, delete all but the newest `keep` of the mirror's others. Those set
-        aside stay."""
+        """Delete all but the newest `keep` of the mirror's checkpoints that are neither wanted nor set aside. Nothing
+        is deleted while a wanted one must still be sent."""
         wanted = {path.name for path in self._wanted()}
         if self.keep is None or self._unsent():
             return

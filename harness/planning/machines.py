@@ -61,15 +61,15 @@ def machine_of_run(name: str, price: float | None, prices: Path = PRICES) -> tup
 
 
 def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tuple[float | None, str]:
-    """Return the price of `gpus` GPUs of the kind `device` in dollars per hour and its source, or None and the
-    reason.
+    """Return the dollars per hour of `gpus` GPUs of the kind `device`, and the source as text. If they are not known,
+    return None and the reason.
 
     `given` is train.json's price_per_hour. The price is the first of these that exists:
 
     1. `given`, if no listed machine has this price
     2. the price of a listed machine with `gpus` GPUs of the kind `device`
-    3. `given` for each machine needed, if the first listed one with this price has such GPUs, or if `device` is None
-       (unknown)
+    3. `given` for each machine needed, if the first listed one with this price has GPUs of that kind, or if `device` is
+       None (unknown)
     """
     machines = read_machines()
     priced = next((each for each in machines if each.price_per_hour == given), None)

@@ -56,12 +56,16 @@ def plan_speed(
 
     1. --assume-tps or --assume-tps-with-validation
     2. a measurement on the device, by an earlier run or check_machine.py
-    3. the run's reported.json, if it is for the device (not with --assume-device)
+    3. the run's reported.json
     4. an estimate for the device
 
-    The device is that of --assume-device, else this machine's GPUs if alike, known and enough for all ranks, else
-    `meant`, the GPU of the machine that the run is meant for. If there is none, any measurement counts. If this machine
-    does not decide, any reported.json counts. Raises UserError for an unknown --assume-device or a wrong reported.json.
+    The device is the first of these that is known. If none is, any measurement counts.
+
+    - the device of --assume-device. reported.json is not used then.
+    - this machine's GPUs, if alike and enough for all ranks. reported.json must be for them then.
+    - `meant`, the GPU of the machine that the run is meant for. Measurements on this machine's GPUs count, too.
+
+    Raises UserError for an unknown --assume-device or a wrong reported.json.
     """
     device = None if options.assume_device is None else find_device(options.assume_device)
     if options.assume_device is not None and device is None:

@@ -1,7 +1,7 @@
 """The training budget of train.json, resolved to a number of tokens.
 
-A budget in another unit is resolved when a run starts. Checkpoints record the result, which is used until train.json
-gives another budget.
+A budget in another unit than tokens is resolved when a run starts. Checkpoints record the result, which is used until
+train.json gives another budget.
 """
 
 from __future__ import annotations

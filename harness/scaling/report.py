@@ -130,7 +130,7 @@ def _interval(value: Estimate) -> str:
 
 
 def _digits(value: float) -> str:
-    """Format a number with up to four digits, but as a whole number between 1000 and 1e6. Infinity is "unbounded"."""
+    """Format a number with up to four digits; from 1000 to 1e6, as a whole number. Infinity is "unbounded"."""
     if math.isinf(value):
         return UNBOUNDED
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}".replace("e+", "e")

@@ -94,12 +94,12 @@ class TextSource:
         return self.files if is_small else self.files[:: -(-len(self.files) // SAMPLED_FILES)]
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
-        """Yield the documents of one file in pieces."""
+        """Yield the documents of one file, each as one or more pieces."""
         return read_documents(file, form)
 
     def read(self, form: TextFormat, file: int = 0, documents: int = 0) -> Iterator[Piece]:
-        """Yield all documents in pieces, beginning with document number `documents` of file number `file`. After each
-        file, yield an empty piece with the next file's number."""
+        """Yield all documents, each as one or more pieces, from document number `documents` of file number `file` on.
+        After each file, yield an empty piece with the next file's number."""
         for each in self.files[file:]:
             pieces = self.read_file(each, form)
             for _ in range(documents if each.number == file else 0):
@@ -173,7 +173,7 @@ def matching_files(pattern: str) -> list[Path]:
 
 
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the documents of a file in order, in pieces. A file with an unknown suffix is read as plain text.
+    """Yield the documents of a file, each as one or more pieces. A file with an unknown suffix is read as plain text.
 
     Raises UserError if `form.text_column` does not fit the file. Raises RunError if the file cannot be read, is
     damaged, or has invalid Unicode that `form.errors` forbids.

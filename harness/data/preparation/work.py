@@ -87,7 +87,7 @@ class Journal:
 
 
 def _journal(content: dict[str, Any]) -> Journal:
-    """Parse the contents of a journal file. Files of earlier versions have no "pool" in their marks."""
+    """Parse the contents of a journal file. In files of earlier versions, a Mark has no "pool"."""
     marks = {
         key: Mark(**mark | {"size": StreamSize(**mark["size"]), "pool": StreamSize(**mark.get("pool", {}))})
         for key, mark in content.items()

@@ -102,7 +102,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _parse(path: Path, content: bytes) -> Iterator[Record]:
-    """Yield the records of all complete lines. Raises UserError for a line that does not begin like a record."""
+    """Yield the records of all valid lines. Raises UserError for a line that does not begin like a record."""
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line and not (line.startswith(LINE_START) or LINE_START.startswith(line)):
             raise UserError(f"{path}:{number}: not a judge's answer; give --cache another file")
