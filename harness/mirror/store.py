@@ -253,7 +253,7 @@ def printable_url(url: str) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Return an error's type and first line, cut to REASON_CHARACTERS, without what may be a secret: users, passwords
-    and queries in URLs, tokens, and the values of environment variables with names like HF_TOKEN."""
+    and queries in URLs, the Hub's token, and the values of environment variables with names like HF_TOKEN."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     for name, value in os.environ.items():
         if SECRETS.search(name) and len(value) > 5:

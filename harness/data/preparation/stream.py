@@ -168,8 +168,8 @@ MOST_BUCKETS = 256  # limits the number of open files
 
 
 def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
-    """Write the documents of `stream` to `target` in a uniformly random order that `seed` determines. Besides `stream`,
-    this needs disk space for a copy of it and a little more."""
+    """Write the documents of `stream` to `target` in a uniformly random order that `seed` determines. This needs disk
+    space for `target` and a little more."""
     folder = target.path.with_suffix(".buckets")
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted shuffle
     folder.mkdir()
