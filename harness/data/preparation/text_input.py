@@ -176,7 +176,7 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     """Yield the documents of a file, each as one or more pieces. A file with an unknown suffix is read as plain text.
 
     Raises UserError if `form.text_column` does not fit the file. Raises RunError if the file cannot be read, is
-    damaged, or has invalid Unicode that `form.errors` forbids.
+    damaged, or has a wrong JSON line or invalid Unicode that `form.errors` forbids.
     """
     documents = 0
     try:
