@@ -116,8 +116,8 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Microbatch of B sequences: the T input tokens of each, and one token more, because the targets are the inputs
-    shifted by one."""
+    """Microbatch of B sequences. Each has T input tokens and one token more, because the targets are the inputs shifted
+    by one."""
 
     windows: np.ndarray  # (B, T + 1) in the file's dtype
     # Number of windows, from the first one on, that count in an evaluation; the others only fill the microbatch. None:

@@ -81,7 +81,7 @@ class HeldOutHashes:
 
 
 def digest(text: str) -> bytes:
-    """Return a 16-byte hash of a text's words, in lower case and without punctuation."""
+    """Return a 16-byte hash of a text's words, regardless of case and punctuation."""
     return hashlib.blake2b(" ".join(re.findall(r"\w+", text.lower())).encode(), digest_size=16).digest()
 
 
