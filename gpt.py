@@ -494,7 +494,7 @@ class GPTModel(nn.Module):
         - `lengths`: with a cache, row b has `lengths[b]` tokens, followed by padding, whose results are meaningless.
           None: no padding.
         - `cache`: the tokens continue the sequences in it, and are added to it. Needs evaluation mode.
-        - `routings`: gets the Routing of each block with experts appended.
+        - `routings`: the Routing of each block with experts is appended to it.
         """
         config = self.config
         if cache is None:

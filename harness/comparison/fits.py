@@ -40,7 +40,7 @@ def fits(table: RunsTable) -> Iterator[str]:
     columns = {column.key: column.cells for column in table.columns}
 
     def numbers(key: str) -> list[Any]:
-        """Return a column's number for each run: its own, or else the reported one, or None if there is neither."""
+        """Return each run's number in the column `key`, or else in the column `reported_{key}`, or else None."""
         own = columns.get(key, (Cell(None, ""),) * len(table.records))
         theirs = columns.get(f"reported_{key}", own)
         return [mine.value if mine.value is not None else other.value for mine, other in zip(own, theirs, strict=True)]

@@ -317,8 +317,8 @@ def _measurements(
     is_old = steps is not None and record.latest is not None and not record.latest.endswith(f"-iteration-{steps - 1}")
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
-        """Return True if `weights` are those of the checkpoint `link`. Without a current link, the global step `step`
-        decides, or else `recorded`."""
+        """Return True if `weights` are those of the checkpoint `link`. If `link` is None or old, compare their global
+        step with `step`, or return `recorded` if one of the two steps is unknown."""
         if link is not None and not is_old:
             return weights.checkpoint == link
         return recorded if step is None or weights.global_step is None else weights.global_step == step

@@ -104,8 +104,8 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
 
 
 def main() -> None:
-    """Watch the training command that the first line of standard input describes, send its messages, and run its
-    `on_end`."""
+    """Watch the training command that the first line of standard input describes, send its `notify` messages, and run
+    its `on_end`."""
     for number in STOPPING_SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
     job = json.loads(sys.stdin.readline())

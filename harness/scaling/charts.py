@@ -1,5 +1,5 @@
-"""Chart of scaling laws in four panels: the loss over size in groups of equal FLOPs, the best size and the best number
-of tokens over FLOPs, and the loss over FLOPs."""
+"""Chart of scaling laws in four panels: the loss over size in groups of equal FLOPs; the best size, the best number of
+tokens, and the loss, each over FLOPs."""
 
 from __future__ import annotations
 

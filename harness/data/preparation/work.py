@@ -176,7 +176,8 @@ class WorkFolder:
 
         - `restart` is true.
         - There is no interrupted work.
-        - Options or files have changed, and the old journal records no tokens. That of token shards never does.
+        - Options or files have changed, and the old journal records no tokens. For token shards, it never records
+          any.
 
         If the old journal records tokens, changed options raise UserError, but replace_invalid may be added. In the
         phase "reading", a change of a file that was already read to the end raises UserError, and a change of the file
