@@ -57,12 +57,13 @@ COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 
 def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    """Find and print the largest microbatch that fits into memory on every rank. Rank 0 writes the result into the
-    run's folder. With `write`, train.json gets the size found, or the next smaller one that training accepts.
+    """Search for the largest microbatch that fits into memory on every rank, and print the size found. Rank 0 writes
+    the result into the run's folder. With `write`, train.json gets this size, or the next smaller one that training
+    accepts.
 
-    `memory_limit_gib` limits a GPU's memory, or on a CPU each process's. None means all available memory. Collective:
-    joins the other ranks, and leaves them at the end. Raises RunError if not even one sequence fits. Raises UserError
-    if the search is not possible here, or if train.json cannot be changed.
+    `memory_limit_gib` limits each GPU or, on a CPU, each process. None means all available memory. Collective: joins
+    the other ranks, and leaves them at the end. Raises RunError if not even one sequence fits. Raises UserError if the
+    search is not possible here, or if train.json cannot be changed.
     """
     world, config = World.join(), experiment.config
     if write:  # before a search that may take minutes
