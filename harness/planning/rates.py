@@ -86,8 +86,7 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
 
 @dataclass(frozen=True)
 class ScaledSettings:
-    """The keys of train.json to which scaling rules apply, with their new values, and a text for each that shows the
-    calculation."""
+    """The keys of train.json to which scaling rules apply, with their new values, and the calculations as text."""
 
     values: dict[str, float]
     explained: tuple[str, ...] = ()

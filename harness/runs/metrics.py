@@ -259,8 +259,8 @@ def rough_duration(seconds: float) -> str:
 
 
 def read_progress(path: Path) -> RunProgress | None:
-    """Return the newest numbers in a metrics.jsonl, or None if there are none or no file. Raises UserError if the file
-    cannot be read."""
+    """Return the newest numbers in a metrics.jsonl, or None if it has no event or does not exist. Raises UserError if
+    it cannot be read."""
     last: Event | None = None
     train: TrainEvent | None = None
     validation: ValidationEvent | None = None

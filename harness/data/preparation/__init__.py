@@ -1,1 +1,1 @@
-"""Preparation of a token dataset from text, parquet or JSON lines files, a Hub dataset or token files."""
+"""Preparation of a token dataset from files (text, parquet, JSON lines or tokens) or a Hub dataset."""
