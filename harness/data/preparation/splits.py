@@ -177,8 +177,8 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
 
 
 def _token_at(stream: TokenStream, place: int, lengths: np.ndarray) -> int:
-    """Return the position of the first token that begins `place` bytes after the stream's beginning or later, or the
-    number of tokens if there is none. Token id i has `lengths[i]` bytes."""
+    """Return the position of the first token that begins at byte `place` or later, or the number of tokens if there
+    is none. Token id i counts as `lengths[i]` bytes."""
     before = 0
     for at in range(0, stream.size.tokens, COUNTED_AT_ONCE):
         of_tokens = lengths[stream.read(at, COUNTED_AT_ONCE)]
