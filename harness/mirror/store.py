@@ -40,8 +40,8 @@ REFUSED = re.compile(r"redential|uthenticat|\b40[134]\b")
 
 
 class Mirror:
-    """The folder of one run in a mirror. Paths are relative to that folder, with forward slashes. Methods raise the
-    errors of the store's library, which `reason_of` turns into text."""
+    """The folder of one run in a mirror or, if `run_name` is empty, of all runs. Paths are relative to that folder,
+    with forward slashes. Methods raise the errors of the store's library, which `reason_of` turns into text."""
 
     def __init__(self, url: str, run_name: str) -> None:
         """Check the URL. Nothing is read or written. Raises UserError if the URL is wrong, or if the library for its
