@@ -1,4 +1,4 @@
-"""Other implementations of the same model, as their authors train them, for comparison with ours.
+"""Other implementations of the same model, for comparison with ours.
 
 The models written here share no code with gpt.py. `NotebookModel` has the tensor names of Giles Thomas's lab notebook.
 """

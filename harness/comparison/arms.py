@@ -56,8 +56,8 @@ class Arms:
 
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
-    """Divide the finished runs into arms. A run whose replicates cannot be recognized is an arm of its own. Of runs
-    with the same seeds and settings, one is kept: the run `baseline`, or else the first."""
+    """Divide the finished runs into arms. A run whose replicates cannot be recognized is an arm of its own. Of an arm's
+    runs with the same seeds, one is kept: the run `baseline`, or else the first."""
     unfinished: dict[str, list[str]] = {}
     by_settings: dict[tuple[str, ...], list[RunRecord]] = {}  # by the run's name if its settings are not known
     unknown, repeated, arms = [], [], []

@@ -95,7 +95,7 @@ def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, Checkp
 def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
     """Return name and meta.json of the newest whole checkpoint in the mirror that the run has not abandoned by going
     back. Return None if none is newer than the latest one here. Raises RunError if the mirror cannot be read, and
-    UserError if another machine has set the run's latest one aside."""
+    UserError if another machine has set aside the latest one here."""
     files = without_left(run, retried(mirror, mirror.files))
     refuse_if_set_aside(run, mirror, files)
     found = retried(mirror, partial(newest_in_mirror, mirror, files))
@@ -186,7 +186,7 @@ def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
 
 
 def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
-    """Raise UserError if, by the mirror's `files`, another machine has set the run's latest checkpoint aside. That
+    """Raise UserError if, by the mirror's `files`, another machine has set aside the latest checkpoint here. That
     machine has restarted the run, or resumed it from an earlier checkpoint."""
     start = choose_start(run.checkpoints, None)
     # Without this refusal, this machine would overwrite the other machine's work.
