@@ -52,6 +52,7 @@ def check(shop: Workshop, *arguments: str, ranks: int = 1, expect: int | None = 
     return finish(start(shop, *arguments, ranks=ranks, prelude=prelude), expect=expect, timeout=200)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(shop: Workshop) -> None:
     """Rank 1 is stopped for most of the time."""
     processes = start(shop, ranks=2, seconds=2.0)
@@ -107,7 +108,8 @@ check.wait_for = lambda device: (wait(device), time.sleep(0.2 if len(calls) == 1
     assert not re.search(r"[89]\d% below the median", result.stderr), result.stderr
 
 
-@pytest.mark.parametrize("place", ["wait_for", pytest.param("measure_training", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["wait_for", "measure_training"])
 def test_an_error_of_one_device_is_one_line(shop: Workshop, place: str) -> None:
     broken = f"""
 def fail(*arguments):

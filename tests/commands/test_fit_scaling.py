@@ -128,6 +128,7 @@ def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_
     assert all(len(line) <= 80 for line in lines)
 
 
+@pytest.mark.slow
 def test_json_has_all_numbers_and_the_seed_decides_them(
     points: str, report: subprocess.CompletedProcess[str], tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ def weights(shop: Workshop) -> list[str]:
     return [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
 
 
+@pytest.mark.slow
 def test_it_learns_on_a_dataset_made_here(shop: Workshop) -> None:
     losses = [event["loss"] for event in metrics(shop.runs / "quickstart") if event["event"] == "validation"]
     assert len(losses) == 3

@@ -232,6 +232,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "how", "printed"),
     [(INTERRUPTED, "interrupt", "KeyboardInterrupt"), (INTERRUPTED, "kill", "RunError"), (SLOWLY_STARTED, "", "6")],

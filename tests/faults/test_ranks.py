@@ -56,6 +56,7 @@ EVERY_INFECTION = [
 FEW_INFECTIONS = [Infection("inf", 1, 2, "fp32"), Infection("nan", 0, 2, "fp16"), Infection("nan", 2, 3, "bf16")]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a gradient that is not finite", "all ranks skip that step alone, and the metrics count it")
 def test_some_infected_gradients(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     """Steps with a gradient that is not finite are skipped. The run reaches its end if fewer than `max_skipped_steps`
@@ -99,6 +100,7 @@ def test_infected_for_good(shop: Workshop, exhaustive: bool) -> None:
         assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
+@pytest.mark.slow
 def test_skipped_steps_at_the_end_and_before_a_change(shop: Workshop) -> None:
     """A run whose last steps are skipped is validated and finished. One that was ended by skipped steps continues."""
     infection, settings = Infection("nan", 1, 2, "fp32"), SETTINGS | {"max_skipped_steps": 3}

@@ -81,6 +81,7 @@ def acting_at(place: str, rank: int, action: str, step: int) -> str:
     return FAULTS + text.format(place=place, rank=rank, action=action, step=step)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a rank is told to stop",
     "at ten places: all ranks stop after the same step; resumed to the same end",

@@ -60,6 +60,7 @@ def s3() -> Iterator[dict[str, str]]:
         yield variables
 
 
+@pytest.mark.slow
 def test_an_s3_server(tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"s3://{s3_server.BUCKET}/runs"
     second = moves(tmp_path, url, s3, s3_server.SECRET)

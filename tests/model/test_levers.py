@@ -334,10 +334,11 @@ def trace(model: GPTModel) -> list[torch.fx.GraphModule]:
     return graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({**ALL, "n_layers": 2, "vocab_size": 1009, "context_length": 70}, marks=pytest.mark.slow),
+        {**ALL, "n_layers": 2, "vocab_size": 1009, "context_length": 70},
         {"moe": EXPERTS, "mlp": "swiglu", "emb_dim": 44, "linear_bias": False, "n_layers": 1, "tie_weights": True},
     ],
     ids=["all, with several chunks of logits", "experts, tied"],

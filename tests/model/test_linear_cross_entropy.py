@@ -261,6 +261,7 @@ def kernel_programs() -> int:
     return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(fused_kernel.__code__))
 
 
+@pytest.mark.slow
 def test_autocast_is_seen_by_a_compiled_loss(compiled_kernels: None) -> None:
     features, weight, targets = inputs(130, 8, 1009, torch.float32)
     loss = torch.compile(linear_cross_entropy, backend="aot_eager")

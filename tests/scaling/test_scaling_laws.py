@@ -91,6 +91,7 @@ def test_the_best_split_has_the_lowest_loss_of_all(cost: CostLaw) -> None:
     assert cost.flops(size, float(cost.tokens(flops, size))) == pytest.approx(flops)
 
 
+@pytest.mark.slow
 def test_predictions_hold_new_runs() -> None:
     """The prediction intervals of 4 experiments contain about 95 % of new runs, 2,000 in each experiment."""
     size, noise, held = best_size(2e19), 0.004, []

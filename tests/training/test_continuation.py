@@ -335,6 +335,7 @@ def test_samples_take_no_time_of_the_setup(shop: InProcess, monkeypatch: pytest.
     assert summary_of(run)["seconds"]["validation"] >= 4 * 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.fault("killed while it goes back", "the same command goes back; the run does not count as finished")
 @pytest.mark.parametrize("place", ["directory:RunDirectory.set_summary_and_chart_aside", "checkpoints:rewind_to"])
 def test_killed_while_it_goes_back(tmp_path: Path, place: str) -> None:
@@ -349,6 +350,7 @@ def test_killed_while_it_goes_back(tmp_path: Path, place: str) -> None:
     assert RunRecord.read(RunDirectory(run)).state.word == "stopped"
 
 
+@pytest.mark.slow
 def test_torchrun_starts_one_rank_again_whose_checkpoint_is_gone(tmp_path: Path) -> None:
     """The run has gone back to a checkpoint that `keep_checkpoints` deletes after the first restart."""
     shop = Workshop(tmp_path)

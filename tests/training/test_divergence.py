@@ -142,6 +142,7 @@ def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
     assert metrics(again)[-1]["global_step"] == last + 1, "the same command spends no more than a step"
 
 
+@pytest.mark.slow
 def test_reports_of_validations_alone_suffice(shop: Workshop) -> None:
     shop.add_run("rare", **RISING | {"report_interval": 200, "validation_interval": 2})
     shop.train("rare", expect=4)

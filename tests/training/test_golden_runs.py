@@ -237,6 +237,7 @@ def test_in_fp64_losses_are_those_recorded(recorded: dict[str, Any], name: str) 
     assert losses_of(name, fp64=True) == pytest.approx(recorded["fp64"][name], rel=EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_in_its_own_precision_a_run_is_off_by_rounding(recorded: dict[str, Any], name: str) -> None:
     found = losses_of(name)

@@ -189,6 +189,7 @@ def first(workshop: Workshop, base_gib: float) -> tuple[int, Result]:
     return answer(result), result
 
 
+@pytest.mark.slow
 def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], workshop: Workshop, base_gib: float) -> None:
     """Users predict memory from the formula that the command prints. For the limit of this search, it predicts the
     answer or one sequence more. Without --write the search leaves train.json unchanged and writes a result, from which

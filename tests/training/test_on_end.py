@@ -62,7 +62,7 @@ def test_it_runs_before_the_process_ends(shop: Workshop, name: str, prelude: str
 
 
 @pytest.mark.fault("a rank is killed, with `on_end`", "the command runs once, after all ranks have ended")
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_it_runs_if_a_rank_is_killed(shop: Workshop, rank: int) -> None:
     run = shop.add_run(f"killed{rank}", **SHORT)
     shop.train(run.name, prelude=f"{FAULTS}before(STEP, kill, rank={rank}, step=2)", expect=None)
@@ -84,7 +84,8 @@ def test_it_runs_if_the_launcher_is_killed(shop: Workshop) -> None:
     assert (run / "checkpoints" / "latest").exists()
 
 
-@pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_torchrun_may_start_the_ranks_again(shop: Workshop, restarts: int) -> None:
     """It runs once, when torchrun has ended, and has the state of the last start."""
     run = shop.add_run(f"torchrun{restarts}", **SHORT)
@@ -95,6 +96,7 @@ def test_torchrun_may_start_the_ranks_again(shop: Workshop, restarts: int) -> No
     assert endings(run) == [f"{'finished' if restarts else 'failed'} {run.name}"]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_run_again_that_a_ceiling_has_stopped(shop: Workshop) -> None:
     run = shop.add_run("ceiling", **SHORT | {"max_hours": 1.0})
     job = Torchrun(shop, run, are_forked=True)
@@ -103,6 +105,7 @@ def test_torchrun_starts_a_run_again_that_a_ceiling_has_stopped(shop: Workshop) 
     assert endings(run) == ["stopped ceiling"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_torchrun_stops_because_another_failed_has_failed(shop: Workshop) -> None:
     """Rank 0 sees the signal and the end of rank 1 only after a long step."""
     run = shop.add_run("busy", **SHORT)

@@ -26,6 +26,7 @@ before(FORWARD, passing)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a rank that is slower than the others", "named while training, once")
 def test_a_slow_rank_is_named_once_and_not_the_one_that_waits(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
