@@ -109,7 +109,7 @@ def test_a_start_up_that_outlasts_the_ceiling_is_no_earlier_process(tmp_path: Pa
 
 
 @pytest.mark.fault(
-    "a ceiling is reached during start-up", "its seconds are recorded, so that the next start is refused"
+    "a ceiling is reached while a continued run starts", "its seconds are recorded, so that the next start is refused"
 )
 def test_a_ceiling_during_start_up(shop: Workshop) -> None:
     run = shop.add_run("start-up", **SETTINGS)
