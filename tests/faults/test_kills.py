@@ -179,7 +179,7 @@ def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "a mixture killed in changing worlds", "100 times, on one rank or two, shuffled, in two epochs: the same end"
+    "a mixture killed in changing worlds", "100 times, on one rank or two, shuffled, in two epochs: the same weights"
 )
 def test_a_mixture_killed_in_changing_worlds(shop: Workshop, exhaustive: bool) -> None:
     """Without dropout, two ranks have the sums of one rank with two accumulation steps, to the bit."""

@@ -212,7 +212,7 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "a terminal is closed", "stops with a checkpoint; under nohup training continues, except under torchrun"
+    "a terminal is closed", "stops with a checkpoint; under nohup training continues, under torchrun with an option"
 )
 def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool) -> None:
     few = [hangup for hangup in HANGUPS if hangup.name in ("torchrun", "--processes")]
