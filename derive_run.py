@@ -54,7 +54,8 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
     """Create the run NEW as a copy of BASE with some keys changed. The key on_end is not copied.
 
     VALUE is parsed as JSON if it is valid JSON; otherwise it is text. null removes the key. The file derived.json in
-    NEW records BASE and the keys that differ. To derive several runs at once, use sweep_runs.py.
+    NEW records BASE and the keys that differ, except on_end and notify. To derive several runs at once, use
+    sweep_runs.py.
 
     \b
     If --set dataset names datasets in DATASETS_DIR, NEW is fitted to them:
