@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,8 +59,8 @@ COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
     """Search for the largest microbatch that fits into memory on every rank, and print the size found. Rank 0 writes
-    the result into the run's folder. With `write`, train.json gets this size, or the next smaller one that training
-    accepts.
+    the result into the run's folder. With `write`, each node's train.json gets this size, or the next smaller one that
+    training accepts.
 
     `memory_limit_gib` limits each GPU or, on a CPU, each process. None means all available memory. Collective: joins
     the other ranks, and leaves them at the end. Raises RunError if not even one sequence fits. Raises UserError if the
@@ -67,7 +68,7 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     """
     world, config = World.join(), experiment.config
     if write:  # before a search that may take minutes
-        world.on_rank0(lambda: check_writable(experiment.run.train_json.resolve().parent))
+        world.on_each_node(lambda: check_writable(experiment.run.train_json.resolve().parent))
     remark_on_machine(experiment, world)
     data = fetch_data(world, experiment)
     world.on_each_node(lambda: data.check_token_ids(["train"], experiment.model.vocab_size))
@@ -114,7 +115,9 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
                 f"{experiment.run.train_json}: not changed, because training refuses every microbatch size; the note "
                 "above says why"
             )
-        world.on_rank0(lambda: write_microbatch_size(experiment.run.train_json, size))
+        write_size = partial(write_microbatch_size, experiment.run.train_json, size)
+        world.on_rank0(write_size)
+        world.on_each_node(write_size)  # unless the nodes share the file, which then has the size already
         times = size / config.microbatch_size
         change = f", and the global batch is {times:.4g} times as large; to keep its size, set global_batch_size"
         unchanged = batches or size == config.microbatch_size
@@ -401,4 +404,5 @@ def write_microbatch_size(path: Path, size: int) -> None:
     changed, count = re.subn(pattern, lambda match: match.group(1) + json.dumps(size), text, count=1)
     if not count:
         raise UserError(f'{path}: not changed, because "microbatch_size" is written with escapes; set it to {size}')
-    replace_text(path, changed)
+    if changed != text:
+        replace_text(path, changed)

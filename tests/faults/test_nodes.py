@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -278,6 +279,15 @@ def test_other_files_on_one_node(pair: Pair) -> None:
     for line, words in zip(lines, ("dataset: ", "learning_rate: 0.01 -> 0.02", "emb_dim: 16 -> 32"), strict=True):
         assert words in line
     assert not (run / "checkpoints").exists()
+
+
+def test_the_microbatch_found_is_written_on_both_nodes(pair: Pair) -> None:
+    """After -f --write the nodes' train.json are still the same, so that training accepts them."""
+    run = add_run(pair, "searched", global_batch_size=8, gradient_accumulation_steps=None)
+    ends = wait_for(pair.ranks(run.name, "-f", "--write"), timeout=START_SECONDS)
+    assert [end.status for end in ends] == [0, 0], ends
+    found = [json.loads((host.shop.runs / run.name / "train.json").read_text()) for host in pair.hosts]
+    assert [each["microbatch_size"] for each in found] == [4, 4]
 
 
 def refusal(pair: Pair, name: str) -> str:

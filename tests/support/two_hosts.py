@@ -144,11 +144,12 @@ class Pair:
             started.append(host.start([*launcher, *host.training(name)], {}))
         return started
 
-    def ranks(self, name: str, *, processes: int = 1) -> list[WarmProcess]:
-        """Start `processes` ranks on each host as torchrun does, without the seconds that torchrun itself takes."""
+    def ranks(self, name: str, *options: str, processes: int = 1) -> list[WarmProcess]:
+        """Start `processes` ranks on each host as torchrun does, without the seconds that torchrun itself takes.
+        `options` are those of ddp_train.py."""
         variables = rank_variables(2 * processes, address=self.first.address, hosts=2)
         hosts = [host for host in self.hosts for _ in range(processes)]
-        return [host.start(host.training(name), own) for host, own in zip(hosts, variables, strict=True)]
+        return [host.start([*host.training(name), *options], own) for host, own in zip(hosts, variables, strict=True)]
 
     def unplug(self) -> None:
         """Take the cable out, so that both ends lose their carrier."""
