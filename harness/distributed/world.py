@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from harness.common.device import choose_device, device_name
-from harness.common.errors import PeerError, RunError, UserError
+from harness.common.errors import EXIT, PeerError, RunError, UserError
 from harness.common.libraries import usable_cores
 from harness.common.memory import give_back_under_a_limit, taken_by_others
 from harness.common.messages import tell
@@ -219,6 +219,7 @@ class World:
             raise raised
         for _, reason in results:
             if reason is not None:
+                EXIT.peer_reason = reason
                 raise PeerError(reason)
         return [each for each, _ in results]
 

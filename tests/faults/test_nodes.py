@@ -281,6 +281,14 @@ def test_other_files_on_one_node(pair: Pair) -> None:
     assert not (run / "checkpoints").exists()
 
 
+def test_a_refusal_on_rank_0_is_told_on_both_nodes(pair: Pair) -> None:
+    run = add_run(pair, "refused", max_hours=1e-6)
+    first, second = say_why(wait_for(pair.ranks(run.name), timeout=START_SECONDS))
+    assert 'key "max_hours": start-up alone has reached' in first
+    assert "node-a" in second
+    assert second.endswith(first.removeprefix("error: "))
+
+
 def test_the_microbatch_found_is_written_on_both_nodes(pair: Pair) -> None:
     """After -f --write the nodes' train.json are still the same, so that training accepts them."""
     run = add_run(pair, "searched", global_batch_size=8, gradient_accumulation_steps=None)
