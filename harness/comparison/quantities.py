@@ -95,6 +95,8 @@ def by_basis(values: Sequence[Values]) -> ByBasis:
         result = next(iter(measured.values())).result
         if isinstance(result, LossResult):
             return result.text.windows * result.text.context_length
+        if isinstance(result, InstructionResult):
+            return sum(score is not None for score in result.scores)
         return (result.limit or math.inf) if isinstance(result, BenchmarkResult) else 0
 
     return dict(sorted(found.items(), key=lambda item: (len(item[1]), size(item[1])), reverse=True))

@@ -185,6 +185,16 @@ def test_scores_of_one_judging_compare_and_so_do_answers_judged_alone(tmp_path: 
     assert values(table_of(d, e, f), "instruction_score") == [20.0, 30.0, None], "a question without a score"
 
 
+@pytest.mark.parametrize("whole", ["one", "two"])
+def test_the_judging_of_the_most_questions_comes_first(tmp_path: Path, whole: str) -> None:
+    runs = finished(tmp_path, "a", "b")
+    for judge in ("one", "two"):
+        for run in runs:
+            judged(run, 30.0, judge, judge=judge, scores=[30.0, 30.0 if judge == whole else None])
+    first, _ = columns(table_of(*runs), "instruction_score")
+    assert f"judge {whole}" in first.about
+
+
 def benchmarked(run: RunFolder, value: float, **changes: Any) -> RunFolder:
     score = BenchmarkScore(task="piqa", metric="acc", value=value, stderr=0.0123, examples=9, higher_is_better=True)
     values = {"lm_eval": "0.4", "tasks": ["piqa"], "precision": "fp32", "scores": [score]}
