@@ -79,8 +79,8 @@ class Heartbeats:
                 last.gone_since = now
 
     def forgive_freeze(self, now: float, grace_seconds: float) -> None:
-        """Restart the counts of seconds without heartbeats or answers of the store, after this process was frozen. For
-        the next `grace_seconds`, no rank counts as stuck."""
+        """After this process was frozen, count anew the seconds since each rank's last heartbeat and since the store's
+        last answer. For the next `grace_seconds`, no rank counts as stuck."""
         self.contact = now
         self.frozen_until = now + grace_seconds
         for last in self.last:

@@ -75,9 +75,10 @@ def plan_speed(
     if own is None and len(names) >= layout.world_size and len(set(names)) == 1:
         own = find_device(names[0])
     if options.assume_tps is not None:
-        return PlannedSpeed(options.assume_tps, "assumed")
+        return PlannedSpeed(options.assume_tps, "assumed", device=own or meant)
     if options.assume_tps_with_validation is not None:
-        return PlannedSpeed(options.assume_tps_with_validation, "assumed", includes_validation=True)
+        given = options.assume_tps_with_validation
+        return PlannedSpeed(given, "assumed", includes_validation=True, device=own or meant)
     measured = _measured_speed(experiment, layout, own or meant, [] if device else names)
     if measured.tokens_per_second is not None:
         return measured

@@ -27,6 +27,14 @@ BILLS = {
 }
 
 
+@pytest.mark.parametrize("given", [None, "assume_tps", "assume_tps_with_validation"])
+def test_a_given_speed_changes_no_price(tmp_path: Path, given: str | None) -> None:
+    """train.json has the price of eight H100s; two are planned."""
+    where = shipped(tmp_path, "8xh100m80")
+    found = rows(where, "8xh100m80", assume_world_size=2, **({given: 1e5} if given else {}))
+    assert "at $6.38/h" in found["cost"]
+
+
 @pytest.mark.parametrize("is_reported", [False, True], ids=["assumed", "reported"])
 @pytest.mark.parametrize("name", BILLS)
 def test_the_notebooks_bills(tmp_path: Path, name: str, is_reported: bool) -> None:
