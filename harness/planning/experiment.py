@@ -162,13 +162,16 @@ def changes_of_result(
     ignored -= {"residual_precision"}  # affects the speed, but changes the losses by more than rounding errors
     scale = train["scale_with_batch"] or {}
     depends_on_length = train["lr_schedule"] != "constant" or train["warmup_period_percent"]
-    if last_step == meta.last_step or not (depends_on_length or scale.get("reference_train_tokens")):
-        ignored |= {*BUDGETS}  # the steps are the same: those of the whole run, or the first ones of a longer run
+    if not depends_on_length and not scale.get("reference_train_tokens"):
+        ignored |= {*BUDGETS}  # the first steps of a longer run are those of a shorter one
     elif train["min_train_tokens"] == -1:
         ignored -= {"epochs"}  # they decide the length
     then = {**meta.train, **here, **{key: value for key in here if (value := getattr(meta, key)) is not None}}
     now = {**{key: value for key, value in train.items() if key not in ignored}, **here}
-    return [f"{change} after global step {meta.global_step}" for change in changed_settings(then, now)]
+    changes = changed_settings(then, now)
+    if last_step == meta.last_step and {change.partition(":")[0] for change in changes} <= {*BUDGETS, "epochs"}:
+        return []  # the same steps; with another batch, they would be of another number of tokens
+    return [f"{change} after global step {meta.global_step}" for change in changes]
 
 
 def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:

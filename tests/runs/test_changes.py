@@ -104,3 +104,16 @@ def test_changes_of_the_result_are_recorded(change: dict[str, Any], here: dict[s
     assert len(found) == len(recorded)
     for text in recorded:
         assert any(each.startswith(text) and each.endswith(" after global step 3") for each in found), found
+
+
+def test_a_budget_of_the_same_steps_in_another_batch_is_recorded() -> None:
+    """The rates so far were those of the old number of tokens: not those of a run with the new budget from its start,
+    whose batch changed at the same step."""
+    cosine = {"lr_schedule": "cosine", "min_train_tokens": 2560}
+    now = provenance(train={**cosine, "min_train_tokens": 3840}).train
+    meta = meta_of(provenance(train=cosine)).model_copy(update={"accumulation_steps": 1, "last_step": 39})
+    assert changes_of_result(meta, now, {"accumulation_steps": 1}, last_step=39) == []
+    assert changes_of_result(meta, now, {"accumulation_steps": 2}, last_step=39) == [
+        "min_train_tokens: 2560 -> 3840 after global step 3",
+        "accumulation_steps: 1 -> 2 after global step 3",
+    ]
