@@ -78,8 +78,8 @@ def connect(
     lease.take(wait=options.wait, take_over=options.take_over)
     if brings and (name := bring(run, mirror, partial(check_checkpoint, mirror, experiment, provenance))):
         print(f"{run.path.name}: {name} was fetched from the mirror", flush=True)
-    elif brings and not list_checkpoints(run.checkpoints):  # seen if the URL has a slip or its disk is not mounted
-        print(f"{run.path.name}: mirror {mirror.name} has no checkpoint of this run", flush=True)
+    elif brings and not list_checkpoints(run.checkpoints):  # perhaps the URL has a slip, or its disk is not mounted
+        print(f"{run.path.name}: mirror {mirror.name} has no checkpoint to continue from", flush=True)
     return mirror, lease
 
 

@@ -87,7 +87,15 @@ def test_a_local_checkpoint_that_is_newer_is_taken(first: InProcess, tmp_path: P
 def test_a_slip_in_the_address_is_seen_at_the_start(first: InProcess) -> None:
     """The same happens if the mirror's disk is not mounted: training would begin anew without a word."""
     second = add_machine(first.path.parent, "second", mirror=f"{url(first)}e")
-    assert f"r: mirror {url(first)}e/r has no checkpoint of this run" in second.train_here().stdout
+    assert f"r: mirror {url(first)}e/r has no checkpoint to continue from" in second.train_here().stdout
+
+
+def test_checkpoints_that_a_restart_has_left_are_not_denied(first: InProcess) -> None:
+    """They are in the mirror, but after a restart that was killed before its first save none is continued from."""
+    run = RunDirectory(first.runs / "r")
+    run.set_results_aside()
+    assert names(remote(first))
+    assert f"r: mirror {url(first)}/r has no checkpoint to continue from" in first.train_here().stdout
 
 
 def test_a_folder_in_a_checkpoint_is_not_sent(first: InProcess) -> None:
