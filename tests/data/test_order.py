@@ -55,7 +55,9 @@ def test_the_same_in_every_version() -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [3, 10, pytest.param(37, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [3, pytest.param(10, marks=pytest.mark.slow), pytest.param(37, marks=pytest.mark.slow)]
+)
 def test_every_place_is_equally_likely_in_a_pass(size: int) -> None:
     passes = 4000
     orders = np.array([permute(np.arange(size), size, (5, each)) for each in range(passes)])

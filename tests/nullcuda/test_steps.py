@@ -34,6 +34,7 @@ class Case(NamedTuple):
 
 # By compute capability times 10. Each group is measured by one process, in this order; what is deterministic stays so.
 GROUPS: dict[str, tuple[int, dict[str, Case]]] = {
+    "quick": (90, {"gpt-2": Case("8xh100m80", 8, TWO_LAYERS, EAGER, 825, 4.075)}),
     "A100": (
         80,
         {
@@ -46,7 +47,6 @@ GROUPS: dict[str, tuple[int, dict[str, Case]]] = {
     "H100": (
         90,
         {
-            "gpt-2": Case("8xh100m80", 8, TWO_LAYERS, EAGER, 825, 4.075),
             "the fast model, Muon on one GPU": Case("8xh100m80-fast", 1, TWO_FAST_LAYERS, EAGER, 2312, 12.475),
             "activation checkpointing": Case(
                 "8xh100m80", 1, TWO_LAYERS, EAGER | {"activation_checkpointing": True}, 865, 2.374
@@ -91,8 +91,14 @@ def measured(group: str) -> dict[str, list[dict[str, Any]]]:
     return dict(zip(requests, run(*requests.values(), sm=sm), strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("group", "case"), [(group, case) for group, (_, cases) in GROUPS.items() for case in cases])
+@pytest.mark.parametrize(
+    ("group", "case"),
+    [
+        pytest.param(group, case, marks=[] if group == "quick" else pytest.mark.slow)
+        for group, (_, cases) in GROUPS.items()
+        for case in cases
+    ],
+)
 def test_a_step_never_waits_and_keeps_no_more_memory(group: str, case: str) -> None:
     """After the first step, no step waits for the device, compiles anything, or keeps more memory than the one before,
     whatever its number of microbatches. DDP's own timers wait for eight events in each of its first steps."""

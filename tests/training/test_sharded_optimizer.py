@@ -138,7 +138,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_differs_and_a_state_goes_on_in_a_world_of_another_size(trained: dict[int, Any], case: str) -> None:
     model = GPTModel(ModelConfig(**MODEL, moe=CASES[case].get("moe")))
