@@ -93,7 +93,7 @@ class Exit:
     has_own_reason: bool = False  # the main thread is ending the process and prints the reason itself
     # The main thread is about to end the process because another rank is gone. The watchdog may find out which and why.
     has_lost_peer: bool = False
-    peer_reason: str | None = None  # why another rank is ending, once that rank has told this one
+    peer_reason: str | None = None  # why another rank fails, once this one knows
     is_explained: bool = False  # the reason why this machine's processes end has been printed, or is being printed
     stop_signal: int = 0  # number of the last signal that asked this process for an orderly end; 0 if there was none
     # Called with the exit status after this process's last message, even if that is an error. Not called if another

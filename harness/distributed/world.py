@@ -160,7 +160,7 @@ class World:
     def collective_error(self, message: str) -> RunError:
         """Return the error to raise when every rank has found the same failure: RunError on rank 0, which prints it,
         and PeerError on the others."""
-        return RunError(message) if self.is_main else PeerError(message)
+        return RunError(message) if self.is_main else _peer_error(message)
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 while the others wait. Returns its result, which must be small and picklable, on every
@@ -219,9 +219,15 @@ class World:
             raise raised
         for _, reason in results:
             if reason is not None:
-                EXIT.peer_reason = reason
-                raise PeerError(reason)
+                raise _peer_error(reason)
         return [each for each, _ in results]
+
+
+def _peer_error(reason: str) -> PeerError:
+    """Return the error for a rank that has been told why another one fails. If the watchdog speaks first, it prints the
+    reason, too."""
+    EXIT.peer_reason = reason
+    return PeerError(reason)
 
 
 def say(world: World, text: str) -> None:
