@@ -27,11 +27,11 @@ BILLS = {
 }
 
 
-@pytest.mark.parametrize("given", [None, "assume_tps", "assume_tps_with_validation"])
-def test_a_given_speed_changes_no_price(tmp_path: Path, given: str | None) -> None:
+@pytest.mark.parametrize("given", [{}, {"assume_tps": 1e5}, {"assume_tps_with_validation": 1e5}], ids=str)
+def test_a_given_speed_changes_no_price(tmp_path: Path, given: dict[str, Any]) -> None:
     """train.json has the price of eight H100s; two are planned."""
     where = shipped(tmp_path, "8xh100m80")
-    found = rows(where, "8xh100m80", assume_world_size=2, **({given: 1e5} if given else {}))
+    found = rows(where, "8xh100m80", assume_world_size=2, **given)
     assert "at $6.38/h" in found["cost"]
 
 
