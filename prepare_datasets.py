@@ -86,8 +86,8 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
     help="Shuffle all training documents with this seed. If the end of the text or the last documents are held out "
-    "(see --split-order), shuffle all documents first. Without a seed, a text whose end is held out is not "
-    "shuffled, another text of up to 16,384 documents is shuffled, and a longer one is shuffled only in part.",
+    "(see --split-order), shuffle all documents first. Without a seed, a text of up to 16,384 documents is "
+    "shuffled, a longer one in part, and none if its end is held out or with --split-order given.",
 )
 @click.option(
     "--exclude",

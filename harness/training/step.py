@@ -96,8 +96,8 @@ class OptimizerStep:
             self.optimizer = AdamW(self.bare_model, config, partition)
         elif precision.name == "fp16":
             raise UserError(
-                'train.json: key "optimizer": "muon" does not run in fp16, and "precision": '
-                f'"{config.precision}" means fp16 on this device; use "fp32", or "optimizer": "adamw"'
+                'train.json: key "optimizer": "muon" does not run in fp16, and "precision": "auto" means fp16 on this '
+                'device; use "fp32", or "optimizer": "adamw"'
             )
         else:
             self.optimizer = Muon(self.bare_model, config, precision.update_dtype(), partition)

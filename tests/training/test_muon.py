@@ -192,5 +192,6 @@ def test_products_are_in_bf16_where_training_is_and_the_device_has_units_for_it(
 def test_fp16_is_refused_where_the_device_would_choose_it(monkeypatch: Any) -> None:
     monkeypatch.setattr(Precision, "for_training", lambda *_: Precision("fp16", "cpu"))
     with pytest.raises(UserError, match=r'train.json: key "optimizer": "muon" .*fp16') as refused:
-        OptimizerStep(fresh_model(), MUON.model_copy(update={"precision": "auto"}))
+        OptimizerStep(fresh_model(), MUON.model_copy(update={"precision": "fp16"}))  # as resolved at the start
+    assert '"precision": "auto" means fp16' in str(refused.value)
     assert "\n" not in str(refused.value)
