@@ -92,6 +92,7 @@ def test_the_table_of_gpus_fits_a_terminal() -> None:
     assert not slow_rates(rates[:2])
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow_once_is_not_named(shop: Workshop) -> None:
     """Rank 1 sleeps for most of the first measurement. Other programs may slow it down later, but not as much."""
     result = check(

@@ -203,6 +203,7 @@ def test_points_that_are_alike_are_drawn_without_a_warning(tmp_path: Path, rows:
     assert chart.read_text().count(">parameters</text>") == axes
 
 
+@pytest.mark.slow
 def test_the_axis_of_the_best_is_labeled_for_what_it_shows(tmp_path: Path) -> None:
     """It needs more labels than the wider range of all points would."""
     points, chart = tmp_path / "points.csv", tmp_path / "c.svg"

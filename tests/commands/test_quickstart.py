@@ -14,6 +14,8 @@ from tests.support.in_process import InProcess
 from tests.support.isolation import ROOT
 from tests.support.launch import Workshop, metrics
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(name="shop")
 def _shop(quickstart: Workshop) -> Workshop:
@@ -25,7 +27,6 @@ def weights(shop: Workshop) -> list[str]:
     return [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
 
 
-@pytest.mark.slow
 def test_it_learns_on_a_dataset_made_here(shop: Workshop) -> None:
     losses = [event["loss"] for event in metrics(shop.runs / "quickstart") if event["event"] == "validation"]
     assert len(losses) == 3
@@ -49,7 +50,6 @@ def test_the_checkpoint_brings_its_tokenizer(shop: Workshop, tmp_path: Path) -> 
     assert told.stdout == texts[0]
 
 
-@pytest.mark.slow
 def test_loss_and_bits_per_byte_on_the_test_split(shop: Workshop) -> None:
     result = shop.script("test_loss.py", str(shop.datasets), *weights(shop))
     found = re.match(r"Loss on the test split: (\S+)\nBits per byte: (\S+)\n", result.stdout)

@@ -83,6 +83,7 @@ before(STEP, lambda: print("faults", resource.getrusage(resource.RUSAGE_SELF).ru
 """
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_its_steps_free(tmp_path: Path) -> None:
     """A step of the real command uses the memory that the previous step freed for its activations and gradients, here
     about 50 MiB, and needs few new pages from the system."""

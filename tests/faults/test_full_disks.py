@@ -84,6 +84,7 @@ def survive(shop: Workshop, fault: Fault, file: str = "", straight: str = "strai
             checkpoints.verify_checkpoint(aside)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "disk full in a save", "ends on all ranks; all checkpoints are whole; once there is space, resumed to the same end"
 )
