@@ -116,7 +116,7 @@ def one_line_errors() -> Iterator[None]:
 
         end of the body      on standard error                                   exit status
         normal               nothing                                             0
-        UserError            its message, once per machine                       2, or 128 + signal
+        UserError            its message, under a launcher once per machine      2, or 128 + signal
         RunError             its message                                         1
         PeerError            its message, unless another rank's comes first      1, or 128 + signal
         RunStopped           nothing: the body or the launcher prints a message  its own

@@ -235,8 +235,8 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
                 raise UserError(f"{folder}: has no {split} split; {remedy}")
             # An error, because the dataset must not be downloaded into a folder with the user's own files.
             raise UserError(
-                f"{folder}: incomplete: {split}.safetensors is missing; complete the folder, or move it away to have "
-                "the dataset fetched again"
+                f"{folder}: incomplete: {split}.safetensors is missing; complete the folder or, if the dataset came "
+                "from the Hub, move the folder away to have it fetched again"
             )
     return True
 

@@ -271,7 +271,8 @@ def verify_checkpoint(path: Path) -> None:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read the checkpoint folder `path` into the CPU's memory, without verifying hashes. Raises UserError naming a file
-    that cannot be read. A state that a lab notebook's checkpoint lacks is empty. The tokenizer is not read."""
+    that cannot be read. For states that a lab notebook's checkpoint lacks, the result has empty dicts. The tokenizer is
+    not read."""
     from harness.model.weights import load_weights
 
     meta = read_meta(path)
