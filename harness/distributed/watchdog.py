@@ -290,8 +290,9 @@ class Watchdog:
         neighbors = self.heartbeats.neighbors()
         speakers = [rank for rank in neighbors if rank not in fault.ranks] or neighbors
         if self.rank == speakers[0]:
-            failed = EXIT.peer_reason and f"before that, a rank failed: {EXIT.peer_reason}"
-            tell_soon(f"{fault.text}; {failed or f'{EXIT.again} to continue'}")
+            reason = EXIT.peer_reason
+            more = f"before that, a rank failed: {reason}" if reason else f"{EXIT.again} to continue"
+            tell_soon(f"{fault.text}; {more}")
         else:
             # The launcher ends all ranks once one has left, so wait until the other rank has printed the line.
             time.sleep(SILENT_EXIT_SECONDS)

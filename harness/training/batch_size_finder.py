@@ -116,8 +116,8 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
                 "above says why"
             )
         write_size = partial(write_microbatch_size, experiment.run.train_json, size)
-        world.on_rank0(write_size)
-        world.on_each_node(write_size)  # unless the nodes share the file, which then has the size already
+        world.on_rank0(write_size)  # first and alone, because the nodes may share the file
+        world.on_each_node(write_size)
         times = size / config.microbatch_size
         change = f", and the global batch is {times:.4g} times as large; to keep its size, set global_batch_size"
         unchanged = batches or size == config.microbatch_size
