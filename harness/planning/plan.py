@@ -126,9 +126,11 @@ class Plan:
         return self.times("checkpoint", self.config.checkpoint_every)
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of one checkpoint on disk in bytes, of which OTHER_BYTES are assumed."""
+        """Return the size of one checkpoint on disk in bytes, of which OTHER_BYTES are assumed. A tied matrix is written
+        twice, under both names."""
         model = self.experiment.model
-        return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
+        weights = WEIGHT_BYTES * sum(math.prod(shape) for shape in model.tensor_shapes().values())
+        return weights + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def added_checkpoints(self, *, at_end: bool = False) -> int:
         """Return the largest number of planned checkpoints that can be on the disk besides those that are there now.
