@@ -247,8 +247,9 @@ def check_url(url: str) -> str:
 
 def printable_url(url: str) -> str:
     """Return a URL, or text that is no URL, without user, password, query and fragment."""
-    url = re.sub(r"[?#].*", "?…", url)
-    return USER_IN_URL.sub(r"\1", url) if "://" in url else url.rpartition("@")[2]
+    # The user goes first, because a password can have "?" and "#" in it.
+    url = USER_IN_URL.sub(r"\1", url) if "://" in url else url.rpartition("@")[2]
+    return re.sub(r"[?#].*", "?…", url)
 
 
 def reason_of(error: BaseException) -> str:
@@ -262,7 +263,7 @@ def reason_of(error: BaseException) -> str:
         import huggingface_hub
 
         line = line.replace(huggingface_hub.get_token() or "\0", "***")
-    line = USER_IN_URL.sub(r"\1", re.sub(r"\?\S+", "?…", line))
+    line = re.sub(r"\?\S+", "?…", USER_IN_URL.sub(r"\1", line))
     line = re.sub(r"(?i)((?:signature|token|secret|credential)\w*[=:]\s*)\S+", r"\1***", line)
     return printable(f"{type(error).__name__}: {line[:REASON_CHARACTERS]}".rstrip(": "))
 
