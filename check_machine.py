@@ -17,11 +17,11 @@ from harness.common.processes import exit_when_launcher_dies
 @click.option("--processes", type=click.IntRange(min=1), help="Start this many ranks; leave it out under torchrun.")
 @RUNS_DIR
 def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
-    """Measure this machine on all ranks at once, in less than a minute:
+    """Measure this machine in less than a minute:
 
     \b
-    - matrix products and memory copies on each device
-    - the all-reduce of gradients
+    - matrix products and memory copies on all devices at once
+    - the all-reduce of gradients, if there are several ranks
     - the disk that checkpoints go to
     - a download from the Hub
 
@@ -31,8 +31,8 @@ def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
       than 10 % slower than the median of the ranks (copies from the host's
       memory: 40 %)
     - 1 if a measurement other than the download fails
-    - 2 if this machine cannot hold RUN's weights or compute what its train.json
-      demands
+    - 2 if the host's memory cannot hold RUN's weights, or if this machine
+      cannot compute what its train.json demands
 
     With RUN, also train a new model with that run's settings for some steps, and save the speed for `ddp_train.py RUN
     DATASETS_DIR --plan`. Compiling the model can take minutes. The run itself then need not compile it again.

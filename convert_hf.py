@@ -24,8 +24,8 @@ READERS = {"transformers": "transformers", "notebook": "the lab notebook's scrip
 @click.group(cls=Group)
 def main() -> None:
     """Export models for transformers, or for the scripts of Giles Thomas's lab notebook
-    (github.com/gpjt/ddp-base-model-from-scratch). Import models. Publish models on the Hugging Face Hub. If
-    transformers has a native class for a model, the model is exported as that class."""
+    (github.com/gpjt/ddp-base-model-from-scratch). Import models. Publish models on the Hugging Face Hub. An export
+    for transformers uses transformers' native class for the model, if there is one."""
 
 
 @main.command("export", short_help="Write a model for transformers or the lab notebook.")
@@ -38,7 +38,7 @@ def main() -> None:
 def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, format_: str, runs_dir: Path) -> None:
     """Write a model to the new folder OUT. RUN names a run's best checkpoint (its latest if it has no best; for an
     imported run, its weights). RUN:CHECKPOINT names any checkpoint (a folder's name, `latest` or `best`). RUN can also
-    be any folder with model.safetensors.
+    be any other folder with model.json and model.safetensors.
 
     transformers.AutoModelForCausalLM and AutoTokenizer can load OUT, and so can programs that use them. A model for
     which transformers has no class is written with its own code, which runs only with trust_remote_code=True.

@@ -52,7 +52,8 @@ class Trainer:
     def __init__(self, prepared: PreparedRun, world: World, stop: StopRequest) -> None:
         """Build the parts of training. The model has new weights, which are equal on all ranks.
 
-        Raises UserError if this machine cannot train the model, or if a benchmark or the tokenizer cannot be used.
+        Raises UserError if host memory is too small for the weights, if this machine cannot compute what train.json
+        demands, or if a benchmark or the tokenizer cannot be used.
         """
         load("torch._dynamo")  # else the first use of an optimizer or of DDP would import it, more slowly
         import torch

@@ -43,7 +43,7 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
 @click.option(
     "--num-fewshot",
     type=click.IntRange(min=0),
-    help="Number of solved examples before each question. A task whose own number is 0 keeps it.  [default: the task's "
+    help="Number of solved examples before each question. A task that sets 0 itself keeps 0.  [default: the task's "
     "own]",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Texts per batch.")

@@ -68,7 +68,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_normalized(x_BxTxC: Tensor) -> Tensor:
-    """Scale x to a root mean square of 1 over the last dimension. The result is fp32, or fp64 if x is."""
+    """Divide x by sqrt(mean(x²) + ε), with the mean over the last dimension. The result is fp32, or fp64 if x is."""
     x = x_BxTxC if x_BxTxC.dtype == torch.float64 else x_BxTxC.float()
     # Not F.rms_norm, whose fused kernel needs a weight of the input's dtype.
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)

@@ -158,7 +158,7 @@ def compare(
     case: Case, precision: str, peer: str, *, ranks: int, threads: int, seconds: float, steps: int
 ) -> dict[str, Any]:
     """Return a row of the table that compares our command in `precision` with the program `peer`. The programs take
-    steps in turns for `seconds`, and at least `steps` steps each."""
+    steps in turns until `seconds` have passed since their start: at least WARM_UP + `steps`, at most STEPS - 1 each."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run = make_run(folder, case, tied=not peer.startswith("upstream"), precision=precision, ranks=ranks)
@@ -197,7 +197,11 @@ def compare(
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="Number of processes (DDP).")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads of each process.")
 @click.option(
-    "--seconds", default=15.0, show_default=True, type=click.FloatRange(0), help="Minimum time to measure each row."
+    "--seconds",
+    default=15.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help=f"Minimum time for each row, the start of the programs included; at most {STEPS - 1:,} steps are taken.",
 )
 @click.option(
     "--steps",

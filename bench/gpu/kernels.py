@@ -56,7 +56,7 @@ def milliseconds(work: Callable[[], object], bench: Workbench, repeat: int = 20)
 
 
 def measure_machine(bench: Workbench) -> None:
-    """Record the machine, the versions of software that affect the results, and NCCL's all-reduce."""
+    """Record the machine, the versions of software that affect the results, and the times of all-reduces."""
     query = "nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader"
     bench.add(
         "machine",

@@ -29,7 +29,7 @@ def measure_step(bench: Workbench, *options: str) -> None:
 @click.command
 @click.option("--fast", is_flag=True, help="The shipped run with Muon and other options of docs/levers.md.")
 @click.option("--ddp", is_flag=True, help="In DistributedDataParallel and with NCCL, in a world of one rank.")
-@click.option("--microbatch", type=int, help="Microbatch size, in place of the shipped run's.")
+@click.option("--microbatch", type=int, help="Microbatch size, in place of the shipped run's; not in a rehearsal.")
 @click.option("--model", multiple=True, callback=keys, metavar="KEY=JSON", help="Set a key of model.json.")
 @click.option("--set", "train", multiple=True, callback=keys, metavar="KEY=JSON", help="Set a key of train.json.")
 @click.pass_obj

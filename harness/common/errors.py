@@ -36,7 +36,7 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """Failure of work that was under way (a full disk, gradients that are not finite, a lost rank). Exit status 1."""
+    """Failure of work that was under way (a full disk, logits that are not finite, a lost rank). Exit status 1."""
 
     exit_status = 1
 
@@ -105,8 +105,8 @@ EXIT = Exit()
 
 
 def tell_how_to_continue(undoing: str | None) -> None:
-    """Set `EXIT.again`, the remedy in this process's messages. `undoing` names the options in the command that undo
-    earlier work, such as "--restart", or is None if there are none."""
+    """Set `EXIT.again`, the remedy in this process's messages. `undoing` names the part of the command that undoes
+    earlier work, such as "--restart", or is None if there is none."""
     EXIT.again = f"{AGAIN} (without {undoing} if that has taken effect)" if undoing else AGAIN
 
 
@@ -200,7 +200,7 @@ def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
 
 def launcher_number(name: str, default: int) -> int:
     """Return the number in a launcher's environment variable, or `default` if it is unset or wrong. `read_ranking`
-    refuses a wrong value."""
+    refuses wrong values of the variables in COUNTS."""
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
 

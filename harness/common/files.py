@@ -191,8 +191,8 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_inside(path: Path, folder: Path, option: str) -> None:
-    """Raise UserError if `path`, with symbolic links resolved, is not inside `folder`. `option` is the command's option
-    that sets `folder`."""
+    """Raise UserError if `path`, with symbolic links resolved, is not inside `folder`. `option` is the name of the
+    command's option or argument that sets `folder`."""
     real = os.path.realpath(path)
     if not real.startswith(os.path.join(os.path.realpath(folder), "")):
         remedy = f"give the {option} that contains {real}, or move it into {folder}"
