@@ -1,5 +1,5 @@
-"""Strict reading of JSON files: no repeated or unknown keys, no NaN, and errors that name the file and the place in
-it."""
+"""Strict reading of JSON files: no repeated keys, no NaN, no unknown keys if the file's class forbids them, and errors
+that name the file and, if known, the place in it."""
 
 from __future__ import annotations
 

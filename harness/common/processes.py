@@ -170,7 +170,7 @@ def _look_after_launcher() -> None:
     else:
         _ask_to_stop()
         time.sleep(ENDING_SECONDS)
-        _leave(f"; no checkpoint was written within {ENDING_SECONDS:g} s")
+        _leave(f" after {ENDING_SECONDS:g} s, perhaps without a new checkpoint")
 
 
 def _leave(remark: str) -> None:

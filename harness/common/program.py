@@ -59,8 +59,8 @@ def program_commit(root: Path = ROOT) -> str | None:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of this machine's NVIDIA GPUs without loading torch, or an empty list if CUDA_VISIBLE_DEVICES
-    hides all of them."""
+    """Return the names of this machine's NVIDIA GPUs without loading torch, or an empty list if CUDA_VISIBLE_DEVICES is
+    "" or "-1", which hides all of them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
     names = []

@@ -84,7 +84,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     """Return one chart for each of the `axes` (keys of AXES). All charts show validation losses, or training losses if
     only these are enough for a curve.
 
-    - The runs of an arm share a curve. Diverged runs and runs in no arm have curves of their own.
+    - The runs of an arm share a curve. Runs in no arm, and runs whose last loss is not finite or not below
+      LARGEST_LOSS, have curves of their own.
     - Runs with too few losses on the text that most runs share are left out.
     - A chart may have no curves. Its `problems` have the reasons.
     """
@@ -197,7 +198,10 @@ def _place_on(axis: str, record: RunRecord, events: Sequence[Event]) -> tuple[st
         return "seconds", dollars / seconds  # an earlier version's lines, or there was no price yet
     if axis == "flops":
         if record.shape is None:
-            raise UserError("FLOPs per token are not known: the model's shape is missing or invalid; check model.json")
+            raise UserError(
+                "FLOPs per token are not known: the model's shape is missing or invalid; check model.json "
+                "and, if there is one, summary.json"
+            )
         return "tokens_seen", record.shape.flops_per_token
     return {"tokens": ("tokens_seen", 1.0), "steps": ("global_step", 1.0), "hours": ("seconds", 1 / 3600)}[axis]
 

@@ -85,7 +85,7 @@ ByBasis = dict[Basis, dict[int, Measurement]]  # measurements of several runs, b
 
 def by_basis(values: Sequence[Values]) -> ByBasis:
     """Return the measurements by basis, and by the run's index in `values`. The most common basis comes first. Of bases
-    with equally many runs, the one with the most text comes first."""
+    with equally many runs, the one whose first result has the most tokens, questions or examples comes first."""
     found: ByBasis = {}
     for index, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:
@@ -252,8 +252,8 @@ def _epochs(record: RunRecord) -> Number:
 
 
 def loss_basis(result: LossResult) -> Basis:
-    """Return the basis of a test loss: the split's tokens (by a hash of its file), the tokenizer, the measured windows
-    of the split, and the precision."""
+    """Return the basis of a test loss: the split's tokens (by `TokenFile.fingerprint`), the tokenizer, the measured
+    windows of the split, and the precision."""
     tokenizer = result.text.tokenizer
     words = f"{_text_words(result)}, in {result.precision}"
     words += "" if tokenizer == "gpt2" else f", tokenizer {tokenizer[:8]}"
@@ -305,8 +305,9 @@ def _measurements(
     basis_of: Callable[[AnyResult], Basis],
     read: Callable[[AnyResult], tuple[float | None, str] | None],
 ) -> Values:
-    """Return a run's measurements from its results of the class `kind`, one for each basis, or the reason why there are
-    none. `read` returns a result's number and uncertainty, or None if the result lacks this quantity.
+    """Return a run's measurements from its results of the class `kind`, at most one for each basis, or the reason why
+    there are none. `read` returns a result's number (None: not known) and uncertainty, or None for a result that does
+    not count. If the number of the chosen result is not known, its basis has no measurement.
 
     - The result of the best checkpoint is used, else of the latest.
     - If neither was measured, that of the highest step is used, but not for a finished run.
@@ -319,8 +320,8 @@ def _measurements(
     is_old = steps is not None and record.latest is not None and not record.latest.endswith(f"-iteration-{steps - 1}")
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
-        """Return True if `weights` are those of the checkpoint `link`. If `link` is None or old, compare their global
-        step with `step`, or return `recorded` if one of the two steps is unknown."""
+        """Return True if `weights` are those of the checkpoint `link`. If `link` is None or `is_old` is true, compare
+        the global step of `weights` with `step` instead, or return `recorded` if one of the two steps is unknown."""
         if link is not None and not is_old:
             return weights.checkpoint == link
         return recorded if step is None or weights.global_step is None else weights.global_step == step
@@ -389,7 +390,9 @@ def _trained_on(record: RunRecord) -> Values:
     if isinstance(losses, Inconclusive):
         return losses
     return (
-        Inconclusive("not known; test_loss.py prints it, or the reason") if isinstance(found, Inconclusive) else found
+        Inconclusive("not known; test_loss.py prints the percentage, or why it is not known")
+        if isinstance(found, Inconclusive)
+        else found
     )
 
 

@@ -167,8 +167,8 @@ class RunRecord:
 
     @property
     def global_batch(self) -> int | None:
-        """Number of sequences per optimizer step over all ranks, as last recorded, or else train.json's
-        global_batch_size. For a ramp, it is the ramp's last size."""
+        """Number of sequences per optimizer step over all ranks, as last recorded (for a ramp, its last size), or else
+        train.json's global_batch_size."""
         parts = [self.recorded(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
         if None not in parts:
             return int(parts[0] * parts[1] * parts[2])

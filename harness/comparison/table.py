@@ -111,7 +111,8 @@ class Column:
 
     def sort_key(self, row: int) -> tuple[bool, Any]:
         """Return the key by which this column sorts a row. The best value comes first, or the lowest if
-        `lower_is_better` is None. Rows whose value is None come last."""
+        `lower_is_better` is None. If `is_text` is true, values are compared as text. Rows whose value is None come
+        last."""
         value = self.cells[row].value
         if value is None:
             return True, 0

@@ -347,7 +347,10 @@ def test_how_much_of_the_test_text_was_trained_on(tmp_path: Path) -> None:
     [shown] = [line.split() for line in table_lines(table) if line.startswith("a ")]
     assert shown[1:4] == ["3.500", "2.600", "15.2"]
     reasons = [cell.remark for cell in column(table, "test_text_trained_on").cells]
-    assert reasons[1:] == ["not known; test_loss.py prints it, or the reason", "no result of test_loss.py"]
+    assert reasons[1:] == [
+        "not known; test_loss.py prints the percentage, or why it is not known",
+        "no result of test_loss.py",
+    ]
     finished[2].test_loss(3.7, trained_on=some, windows=TEXT.windows // 2)  # the share is that of the whole split
     (both,) = [each for each in table_of(*finished).columns if each.key.startswith("test_text_trained_on")]
     assert sorted(cell.value or 0 for cell in both.cells) == [0, pytest.approx(15.2), pytest.approx(15.2)]
