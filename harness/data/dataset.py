@@ -212,8 +212,8 @@ def dataset_folder(datasets_dir: Path, name: str, given_as: str = "dataset") -> 
 
 
 def did_you_mean(datasets_dir: Path, name: str) -> str:
-    """Return the text `; did you mean "owner/name"?`, which completes a message about a missing dataset, or "" if
-    DATASETS_DIR has no dataset with a similar name."""
+    """Return the text `; did you mean "owner/name"?`, which completes a message about a missing or misnamed dataset, or
+    "" if DATASETS_DIR has no dataset with a train split and a similar name."""
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
     near = nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)

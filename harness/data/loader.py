@@ -1,4 +1,4 @@
-"""Microbatches of a split for each rank, numbered from 0 and filled with windows in the order of order.py. The data
+"""Microbatches of a split, numbered from 0 across all ranks and filled with windows in the order of order.py. The data
 loader keeps no state between steps, so a run can resume at any step."""
 
 from __future__ import annotations

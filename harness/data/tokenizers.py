@@ -203,8 +203,8 @@ def read_encoding(name_or_file: str | Path) -> Any:
 
 
 def load_bpe(path: Path) -> Tokenizer:
-    """Return the tokenizer in a tokenizer.json. Raises UserError if it cannot be read, has no end-of-text token, or is
-    no byte-level BPE."""
+    """Return the tokenizer in a tokenizer.json. Raises UserError if it cannot be read, has no end-of-text token, or has
+    a token that a byte-level BPE cannot have."""
     import tokenizers
 
     try:

@@ -148,7 +148,8 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
 
 
 def _deciding(options: Mapping[str, Any], held_out: HeldOut | None) -> dict[str, Any]:
-    """Return the options that decide the contents of the dataset, as the journal and meta.json record them."""
+    """Return the options that decide the contents of the dataset, as the journal and, except for "tokenizer", meta.json
+    record them."""
     deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"  # earlier versions wrote this value

@@ -44,7 +44,7 @@ class TextFile:
 
 
 class Piece(NamedTuple):
-    """Document, or part of a document."""
+    """Document, part of a document, or mark of the end of a file (no text, and `ends` False)."""
 
     text: str
     ends: bool  # True if the document ends with this piece

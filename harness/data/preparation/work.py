@@ -217,8 +217,8 @@ class WorkFolder:
             replace_text(known_files, json.dumps(files) + "\n")
         elif known != files:
             tell(
-                f"note: all text was read before the work in {self.path} was interrupted; later changes of the "
-                "input files are not in the dataset; --restart reads all files again"
+                f"note: the text was read before the work in {self.path} was interrupted; later changes of the input "
+                "files are not in the dataset; --restart reads the files again"
             )
         self.dataset.mkdir(exist_ok=True)
         self.journal = journal
