@@ -69,7 +69,7 @@ def make_dataset(
     size.
 
     `inputs` are files, folders and globs, or the name of one Hub dataset. `options` are the options of
-    prepare_datasets.py by name. Raises UserError if an option, the input or `target` cannot be used. After
+    prepare_datasets.py by name. Raises UserError or RunError if an option, the input or `target` cannot be used. After
     KeyboardInterrupt or RunError, the same command can be run again, with --restart if the message asks for it.
     """
     work = WorkFolder(target)

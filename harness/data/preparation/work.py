@@ -24,9 +24,8 @@ Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raise UserError if a new dataset folder cannot be made at `target`, or if its owner or name is not valid. A
-    folder with files is refused if `overwrite` is false, or if it has files or folders that are not part of a
-    dataset."""
+    """Raise UserError if `target` cannot be the path of a new dataset, or if its owner or name is not valid. A folder
+    with files is refused if `overwrite` is false, or if it has files or folders that are not part of a dataset."""
     # A target of one part, without an owner, is accepted: the user moves it to DATASETS_DIR/owner/name later.
     for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
         check_name(part, f"{target}: invalid name of a dataset (owner/name, the last two folders):")
