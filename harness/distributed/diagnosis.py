@@ -133,7 +133,7 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
     if quiet:
         seconds = max(now - last[rank].at for rank in quiet)
         names = _names(heartbeats, quiet)
-        return Fault(f"{names} gave no sign for {seconds:.0f} s: frozen, gone, or its machine is cut off", quiet)
+        return Fault(f"{names} gave no sign for {seconds:.0f} s: frozen, gone, or on a machine that is cut off", quiet)
     # The ranks that are behind all others count as stuck if they make no progress inside `Watchdog.guard`.
     if now < heartbeats.frozen_until or any(now - each.at > stuck / 2 for each in last):
         return None  # a heartbeat is old: its rank soon sends another one or counts as silent

@@ -255,7 +255,8 @@ class Watchdog:
         )
 
     def _exchange(self, store: Any, keys: list[str]) -> None:
-        """Send this rank's heartbeats and receive those of all ranks, until the watchdog is stopped."""
+        """Send this rank's heartbeats and receive those of all ranks, until the watchdog is stopped or the launcher has
+        ended."""
         number = 0
         # The launcher may hold the store. If it has been killed, the ranks end soon and print the reason themselves.
         while not self._ended.wait(self._pause) and not is_launcher_gone():

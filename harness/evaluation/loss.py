@@ -136,7 +136,7 @@ class HeldOutText:
         - `batches`: all; in such a validation split, at most NOTEBOOK_BATCHES.
 
         Raises UserError if the dataset cannot be obtained, if the split is missing or too short, or if its tokens are
-        not the model's.
+        known not to be the model's.
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
         if dataset is None and _is_gpt2s(tokenizer):

@@ -76,7 +76,7 @@ def case(
     return known(ranks, contact=until[0], frozen_until=until[1]), now, fault
 
 
-SILENT = "frozen, gone, or its machine is cut off"
+SILENT = "frozen, gone, or on a machine that is cut off"
 ONE, TWO = at(4, 1, 11), at(4, 0, 11)  # rank 0 waits in an exchange that rank 1 has not reached
 HOME = near(idle(4))
 CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {

@@ -27,7 +27,9 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     - Sampling draws other random numbers. If a task gives no top_k, all tokens can be drawn (`hf`: the likeliest 50).
     - Raises UserError if a task samples with an option outside KNOWN_SETTINGS, or does not sample and gives an option
       in NEUTRAL another value.
-    - The name of a special token in a text ("<|endoftext|>") is ordinary text (`hf`: the token).
+    - If a task does not sample, its options outside KNOWN_SETTINGS and NEUTRAL, such as min_new_tokens, are ignored.
+    - The name of a special token in a text ("<|endoftext|>") is ordinary text (`hf`: the token). A generated special
+      token other than end-of-text becomes its name (`hf`: no text).
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer) -> None:
