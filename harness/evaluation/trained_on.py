@@ -21,8 +21,8 @@ GPT2_EOT_TOKEN = 50256  # known without GPT-2's vocabulary, which may not be on 
 def training_overlap(model: TrainedModel, held_out: Dataset, split: str, datasets_dir: Path) -> Overlap | Inconclusive:
     """Return how much of a split is also in the model's train splits, or the reason why this is not known.
 
-    `held_out` must have the model's tokenizer. The first call may read the whole train splits; its result is saved.
-    Raises UserError if the held-out split or its tokenizer cannot be read.
+    `held_out` must have the model's tokenizer. The first call may read the whole train splits; its result is saved if
+    DATASETS_DIR can be written. Raises UserError if the held-out split or its tokenizer cannot be read.
     """
     try:
         training = _train_splits(model, datasets_dir)
@@ -45,8 +45,8 @@ def training_overlap(model: TrainedModel, held_out: Dataset, split: str, dataset
 
 
 def _train_splits(model: TrainedModel, datasets_dir: Path) -> list[TokenFile]:
-    """Return the train splits of the model's datasets. Raises UserError if one of them is missing, damaged, or not the
-    one that the model was trained on."""
+    """Return the train splits of the model's datasets. Raises UserError if one of them is missing or unreadable, or if
+    its fingerprint is not the recorded one."""
     recorded = _dict(model.meta, "dataset")
     found = []
     for name in model.datasets:

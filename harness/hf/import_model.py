@@ -98,7 +98,7 @@ class Gpt2Config(BaseModel):
 
 def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return the keys of model.json for `raw`, a GPT-2's config.json, which was read from the file `source`. Raises
-    UserError if a key is missing or invalid, or if our models cannot compute this GPT-2."""
+    UserError if a required key is missing, if a key is invalid, or if our models cannot compute this GPT-2."""
     theirs = parse_config(Gpt2Config, raw, source)
     others: dict[str, Any] = {"mlp": "relu2"} if theirs.activation_function == "relu2" else {}
     if theirs.n_inner not in (None, 4 * theirs.n_embd):
@@ -138,7 +138,7 @@ def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) ->
 def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return the keys of model.json for `raw`, the config.json of a model that Giles Thomas has published. `raw` was
     read from the file `source`. The format is that of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/. Raises
-    UserError if `raw` has another format or cannot be imported."""
+    UserError if `raw` has another format or keys that cannot be imported. Values and missing keys are not checked."""
     if raw.get("model_type") != NOTEBOOK_TYPE:
         kind = quoted(raw.get("model_type"))
         raise UserError(f'{source}: key "model_type": {kind}; only "gpt2" and "{NOTEBOOK_TYPE}" can be imported')

@@ -72,7 +72,7 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     - A new repository is private unless `public` is true. An existing one keeps its visibility.
     - Weights, code, chart and run files of an earlier upload are replaced or deleted.
 
-    Raises UserError if the run's train.json or summary.json is not valid, or if the upload fails.
+    Raises UserError if the run's train.json is not a JSON object, if the upload fails, or as `model_card` does.
     """
     by_hand = "export the model and upload the folder by hand"
     work = HubWork(facts.name, "model", exported, "the repository's name", by_hand, verb="write to")
@@ -102,8 +102,8 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
 
 
 def model_card(facts: ModelFacts) -> str:
-    """Return the model card, which is the README.md of the repository. Raises UserError if the run's train.json or
-    summary.json is not valid."""
+    """Return the model card, which is the README.md of the repository. Raises UserError if the run's summary.json is
+    not valid, or if its train.json is not valid and meta.json does not name the dataset."""
     config, run = facts.files.config, facts.files.run
     model_type = native_class(config) or OWN_TYPE
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)

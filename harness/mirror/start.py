@@ -36,7 +36,8 @@ def refuse_own_folder(url: str, run: RunDirectory) -> None:
     folder = Path(url.removeprefix("file://")) / run.path.name
     if url.startswith("file://") and folder.resolve().is_relative_to(run.path.resolve()):
         raise UserError(
-            f"mirror {url}: the copy would be in the run's own folder, which is lost with the machine; give another"
+            f"mirror {url}: the copy would be in the run's own folder, which is lost with the machine; give another "
+            "mirror"
         )
 
 

@@ -198,8 +198,8 @@ class Mirror:
 
 
 def _find(fs: Any, folder: str) -> dict[str, Any]:
-    """Return the entries of all files below `folder`, by path. Raises OSError if the connection is lost; `fs.find`
-    would take the folder for empty."""
+    """Return the entries of all files below `folder`, by path. Raises an error if the connection is lost; after an
+    OSError, `fs.find` would take the folder for empty."""
     found: dict[str, Any] = {}
     with suppress(FileNotFoundError, PermissionError):  # deleted meanwhile, or not ours, such as lost+found
         for info in fs.ls(folder, detail=True):

@@ -117,7 +117,8 @@ class Uploads:
             command = f"mirror.py push {self.run.path.name} {shlex.quote(self.mirror.url)}"
             if (runs := self.run.path.parent) != Path("runs"):
                 command += f" --runs-dir {shlex.quote(str(runs))}"
-            self._say(f"not in the mirror: {abbreviated(missing, 3)}; `uv run {command}` sends the rest")
+            later = " once the other machine has stopped, if that machine has sent nothing newer" if self.lost else ""
+            self._say(f"not in the mirror: {abbreviated(missing, 3)}; `uv run {command}` sends the rest{later}")
 
     def missing(self) -> list[str]:
         """Return the names of the checkpoints (the newest, the best) and the small files that must still be sent."""
@@ -340,8 +341,8 @@ class Uploads:
         if self._failing_since is None:
             self._failing_since, self._sent_since_failure = time.monotonic(), 0
             self._say(
-                f"warning: mirror {self.mirror.name}: {reason_of(error)}; sending is retried, at first after "
-                f"{pause:g} s and later every {LONGEST_PAUSE_SECONDS:.0f} s; training continues"
+                f"warning: mirror {self.mirror.name}: {reason_of(error)}; sending is retried, at first within "
+                f"{pause:g} s and later within {LONGEST_PAUSE_SECONDS:.0f} s; training continues"
             )
 
     def _tell_recovery(self) -> None:

@@ -48,7 +48,7 @@ DropRate = Annotated[
 
 class ExpertCounts(BaseModel):
     """Experts that replace a block's feed-forward layer. Each token goes through at least 2 of them: a single one would
-    always have the weight 1, and the router would learn nothing."""
+    always have the weight 1, and the router would learn nothing from the cross-entropy."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 

@@ -61,7 +61,7 @@ def token_cross_entropies(
     features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, *, softcap: float | None = None
 ) -> Tensor:
     """Return the cross-entropies (N) whose mean `linear_cross_entropy` returns. The result has no gradient, and the
-    function cannot be compiled."""
+    function is not meant to be compiled."""
     dtype = _matmul_dtype(features_NxC)
     return _row_losses(features_NxC, weight_VxC, targets_N, dtype, False, False, softcap or 0.0)[0]
 
