@@ -75,6 +75,7 @@ def find_unfinished_work(config: TrainConfig, position: Position, meta: Checkpoi
     done.
 
     An interrupted evaluation leaves such work, and so does a change of settings that makes this step the last one.
+    If such a change leaves any work, the names include "checkpoint", even if the step already has a planned checkpoint.
     """
     if meta is None:
         return set()
@@ -251,13 +252,14 @@ class Experiment:
         return ["train", "validation"] if self.config.validates else ["train"]
 
     def check_dataset(self, *, ask_hub: bool) -> None:
-        """Raise UserError if a dataset's folder is incomplete, or if a dataset is not on this machine and cannot be
-        downloaded or made. If `ask_hub` is false, the Hub is assumed to have the dataset."""
+        """Raise UserError if a dataset's folder has files but lacks a split, or if a dataset is not on this machine and
+        cannot be downloaded or made. If `ask_hub` is false, the Hub is assumed to have the dataset."""
         for name in self.config.dataset_weights:
             check_obtainable(self.datasets_dir, name, self.splits, ask_hub=ask_hub)
 
     def has_data(self) -> bool:
-        """Return True if all datasets are on this machine. Raises UserError if a dataset's folder is incomplete."""
+        """Return True if all datasets are on this machine. Raises UserError if a dataset's folder has files but lacks a
+        split."""
         return are_present(self.datasets_dir, self.config.dataset_weights, self.splits)
 
     def open_data(self) -> TrainingData:

@@ -255,8 +255,8 @@ def checked_plan(
     3. `checkpoint` (None: the latest one)
     4. the beginning
 
-    Raises UserError for settings, data and checkpoints that training would refuse. Free disk space, hashes and the
-    device are not checked.
+    Raises UserError for most settings, data and checkpoints that training would refuse. Free disk space, hashes, the
+    device, ceilings and benchmark tasks, for example, are not checked.
     """
     meta = mirrored.meta if mirrored else None
     if meta is None and not restart:

@@ -345,7 +345,7 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def verify_meta(path: Path) -> None:
-    """Verify a checkpoint's meta.json by the SHA-256 of its values that is recorded in it. Call `read_meta` first.
+    """Verify the values in a checkpoint's meta.json by the SHA-256 that the file records. Call `read_meta` first.
     Raises UserError if the file is damaged. A file of an earlier version, without this SHA-256, passes."""
     values = read_json_object(path / META)  # as they are in the file, including unknown keys
     if values.get("sha256", {}).get(META, own := _own_sha256(values)) != own:

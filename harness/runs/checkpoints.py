@@ -303,7 +303,8 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> None:
     """Make the checkpoint `start` the latest one, and move checkpoints of later steps out of `folder`. The link `best`
-    then points to the best checkpoint that `start` records. If that checkpoint is gone, the link is removed.
+    then points to the best checkpoint that `start` records. If none is recorded, or that checkpoint is gone, the link
+    is removed.
 
     `make_aside` returns a folder for old results. It is called only if a checkpoint is moved. Raises RunError or
     OSError if a checkpoint or link cannot be changed.
