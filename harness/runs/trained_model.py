@@ -163,7 +163,7 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
     file.
 
     - RUN may be a pattern like `lr-*`, or a run's path.
-    - Without CHECKPOINT, the model is `best`, or else `latest`, or else the weights of an imported model.
+    - Without CHECKPOINT, the model is `best`, or else `latest`, or else the weights in a RUN without train.json.
     - Runs that match a pattern but lack the checkpoint are left out, with a line on standard error.
 
     Raises UserError if a model does not exist or is damaged, and OSError if its weights cannot be read.

@@ -1,5 +1,5 @@
-"""Runs that are derived from another run: its model.json and train.json with some keys changed, and a derived.json that
-names the base run and the settings that differ from it."""
+"""Runs that are derived from another run: its model.json and train.json with some keys changed, and a derived.json with
+the base run's name and the settings that differ, except `on_end` and `notify`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class DerivedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings in model.json and train.json, with defaults for missing keys."""
+        """Settings in model.json and train.json, except `on_end` and `notify`, with defaults for missing keys."""
         return _settings(self.model_config, self.train_config)
 
     def settings_there(self) -> dict[str, Any]:
@@ -77,9 +77,9 @@ class DerivedRun:
         return Experiment(self.directory, self.train_config, self.model_config, datasets_dir)
 
     def is_made(self) -> bool:
-        """Return True if the run's folder exists, and False if nothing is at its path. Keys that affect no result may
-        have other values in the folder. Raises UserError if the path holds something else, such as another run, or if a
-        file is damaged."""
+        """Return True if the run's folder exists, and False if nothing is at its path. Keys that affect no result,
+        except `epochs`, may have other values in the folder. Raises UserError if the path holds something else, such as
+        another run, or if a file is damaged."""
         folder, files = self.directory.path, (self.directory.train_json, self.directory.model_json)
         other = ""
         if not os.path.lexists(folder):
@@ -105,7 +105,8 @@ class DerivedRun:
 
         - `train_tokens` has the number of tokens in each train split. If it is None, the splits count as long enough.
         - The result is 0 if `train_tokens` is None and the length of the run depends on the data.
-        - Validation splits and `initial_weights` are not checked.
+        - Validation splits, `initial_weights`, `benchmark_tasks`, and scaled learning rates and weight decays are not
+          checked.
         """
         experiment = self.experiment(self.directory.path)  # any folder will do, because no data is read
         with explained(f"{self.name}: "):
@@ -196,8 +197,8 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
     - Keys in `changes` are never fitted.
     - Nothing is fitted if `changes` name no dataset, or if a train split is missing in `datasets_dir`.
 
-    Raises UserError if `name`, a key or a value is invalid, or if training would refuse the fitted run's settings or
-    splits.
+    Raises UserError if `name`, a key or a value is invalid, or if `check_startable` or `check_validation_slice` refuses
+    the fitted run.
     """
     run = derive(base, name, changes)
     weights = run.train_config.dataset_weights

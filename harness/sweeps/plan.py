@@ -146,8 +146,8 @@ class Planner:
         self.speeds: dict[str, PlannedSpeed] = {}  # by shape; cleared after each run, which may measure a speed
 
     def plan(self, run: DerivedRun) -> RunPlan:
-        """Plan the remaining work of a run. Raises UserError if training would refuse the run, or for an unknown
-        --assume-device."""
+        """Plan the remaining work of a run. Raises UserError if `check_together` or `checked_plan` refuses the run, or
+        for an unknown --assume-device."""
         run = run.as_made()
         experiment = run.experiment(self.datasets_dir)
         with explained(f"{run.name}: "):
@@ -215,7 +215,7 @@ class SweepPlan:
 
 def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
     """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run has ended
-    and no run can be trained."""
+    and no run can be planned."""
     statuses = [status_of(run) for run in sweep.runs]
     ended = [each for each in statuses if each.state in ("finished", "diverged")]
     plans: list[RunPlan] = []
@@ -292,7 +292,8 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     unknown = [each.run.name for each in left if each.plan.position is None]
     more = f", not counting {', '.join(unknown)} (unknown)" if unknown else ""
     said.append(f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most{more}; {free:,.2f} GiB are free")
-    lines = paragraph(f"All these runs, {groups}, {ranks} (time and cost without start-up and checkpoints):")
+    without = "time and cost without start-up, benchmarks and checkpoints"
+    lines = paragraph(f"All these runs, {groups}, {ranks} ({without}):")
     lines += [line for each in said for line in paragraph(f"    {each}", indent=8)]
     remarks = dict.fromkeys(each.plan.dataset_remark for each in left)
     notes = [note for note in (*remarks, plan.disk_shortage(place)) if note]
