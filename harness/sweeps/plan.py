@@ -109,7 +109,7 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
 
 def visible_gpus() -> list[str]:
     """Return the entries of CUDA_VISIBLE_DEVICES, or the indices of all GPUs if it is not set. Empty if this machine
-    has no GPU."""
+    has no GPU, or if CUDA_VISIBLE_DEVICES hides all."""
     names = gpu_names()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not names or visible is None:
