@@ -79,8 +79,8 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     type=click.Choice(["seeded", "given"]),
     default="seeded",
     show_default=True,
-    help="seeded: hold out documents drawn with a fixed seed, or the end of the text if its documents are few and "
-    "long. given: hold out the last documents; fractions then count documents (tokens if a split would have none).",
+    help="seeded: hold out documents drawn with a fixed seed, or the end of the text if a split would get no document. "
+    "given: hold out the last documents; fractions then count documents (tokens if a split would have none).",
 )
 @click.option(
     "--shuffle-seed",
@@ -127,9 +127,9 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
     """Make a token dataset from INPUT in OUTPUT_DIR (DATASETS_DIR/owner/name).
 
     INPUT is a folder, a file or a glob, or several of these, or the name of a dataset on the Hugging Face Hub. Files
-    are read in the order of their names. In a folder, files of parquet, JSON lines (.jsonl) and text (.txt) are read,
-    the last two also with .gz or .zst. Any other file is read if it is given by name or glob: .json as JSON lines, the
-    rest as text. To resume an interrupted preparation, run the same command again.
+    are read in the order of their names. In a folder, files of parquet, JSON lines (.jsonl, .ndjson) and text (.txt,
+    .text) are read, the last two also with .gz or .zst. Any other file is read if it is given by name or glob: .json as
+    JSON lines, the rest as text. To resume an interrupted preparation, run the same command again.
 
     Each document ends with the token <|endoftext|>, or with <|end_of_text|> if --tokenizer is a tokenizer.json that has
     only that one. Inside a document, the token's name is ordinary text.
@@ -188,8 +188,8 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
 
 
 def check_special_tokens(names: Sequence[str], vocab_size: int | None) -> None:
-    """Raise UserError if `names` cannot be the special tokens of a new tokenizer with `vocab_size` tokens (None: no new
-    tokenizer is trained)."""
+    """Raise UserError if one of `names` is repeated, empty or end-of-text, or if a new tokenizer with `vocab_size`
+    tokens has no room for them (None: no new tokenizer is trained)."""
     from harness.data.tokenizers import END_OF_TEXT
 
     if vocab_size is None:
@@ -243,7 +243,7 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
 
 def next_steps(folder: Path) -> Iterator[str]:
     """Yield the commands that train a model like the quickstart's on the dataset in `folder`, a path ending in
-    OWNER/NAME. The first command moves a bare NAME to datasets/me/."""
+    OWNER/NAME, or a bare NAME. For a bare NAME, the first command moves the folder to datasets/me/."""
     if len(folder.parts) == 1:
         place = Path("datasets", "me", folder)
         yield f"mkdir -p {place.parent} && mv {folder} {place}"

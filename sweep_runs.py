@@ -106,11 +106,12 @@ def run_(
     **machine: Any,
 ) -> None:
     """Make the missing runs of SWEEP.json. Then train its runs one after the other, or --groups at a time, except
-    finished, diverged and damaged ones. A folder that holds another run is refused at once.
+    finished, diverged and damaged ones. A folder that holds another run, or a damaged model.json or train.json, is
+    refused at once.
 
     If the sweep ends early, run the same command again to resume it, with a higher limit if one has been reached. A run
-    that fails does not stop the others. Ctrl-C stops all runs, each with a checkpoint. The output of a run is written
-    to sweep.log in its folder.
+    that fails does not stop the others. Ctrl-C stops all runs, each with a checkpoint if its training has begun. The
+    output of a run is written to sweep.log in its folder.
     """
     from harness.common.errors import survive_closed_output
     from harness.common.lock import RunLock

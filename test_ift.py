@@ -127,7 +127,8 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
 
 
 def choose_judge(options: dict[str, Any]) -> JudgeSettings:
-    """Return the judge's settings. Raises UserError if the judge cannot be used. Call before any training."""
+    """Return the judge's settings, without asking the judge. Raises UserError if they are not valid, or if the API key
+    or the openai package is missing. Call before any training."""
     from harness.evaluation.judge.requests import JudgeClient, JudgeSettings
 
     settings = JudgeSettings.choose(options["judge_model"], options["base_url"], prompt=options["judge_prompt"])

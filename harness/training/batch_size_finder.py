@@ -79,7 +79,7 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
 
     def find_start() -> CheckpointMeta | None:
         """Return the meta.json of the checkpoint from which training would resume, or None if training would begin anew
-        or refuse to resume."""
+        or refuse to resume. A mirror is not read."""
         with suppress(UserError, RunError):
             if start := planned_start(experiment, world.size, None):
                 check_continuable(start, experiment.run.checkpoints, experiment.provenance(data))
@@ -373,8 +373,9 @@ def largest_that_fits(
 
 
 def largest_with_data(experiment: Experiment, world: World, data: TrainingData) -> int:
-    """Return the largest microbatch, in sequences, that the train split and train.json's global batches allow. Raises
-    UserError if they allow none on this number of ranks."""
+    """Return an upper limit of the microbatch, in sequences, that the train split and train.json's global batches set.
+    Raises UserError if the split is too short for microbatches of 1 sequence, or if a global batch is not a multiple of
+    the number of ranks."""
     config = experiment.config
     # All passes that `epochs` allows count. The last token is only a target, so it is subtracted below.
     there = experiment.available_tokens(data.lengths("train"))
@@ -388,9 +389,10 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
     ceiling = (there - 1) // per_sequence
     if ceiling < 1:
         raise UserError(
-            f"the train split of {config.data_name} is too short for one global batch: wanted {per_sequence + 1:,} "
-            f"tokens, but training may read {max(0, there):,}; use a longer dataset or fewer ranks, lower "
-            'start_train_token or gradient_accumulation_steps, or allow more passes over the split with "epochs"'
+            f"the train split of {config.data_name} is too short for microbatches of even 1 sequence: wanted "
+            f"{per_sequence + 1:,} tokens, but training may read {max(0, there):,}; use a longer dataset or fewer "
+            "ranks, lower start_train_token or gradient_accumulation_steps, or allow more passes over the split with "
+            '"epochs"'
         )
     return min([ceiling, *(size // world.size for size in config.global_batches)])
 

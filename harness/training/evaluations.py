@@ -60,7 +60,7 @@ class Evaluations:
             raise UserError(
                 f'train.json: key "benchmark_tasks": the tokenizer of {self.config.data_name} has '
                 f"{self.tokenizer.vocab_size:,} tokens, but vocab_size in model.json is {shape.vocab_size:,}: "
-                "the model cannot read the texts; remove the key"
+                "the model cannot read the texts; remove this key and benchmark_interval"
             )
         self.scorer = Scorer(self.model, self.precision, self.tokenizer.vocab_size, self.config.microbatch_size)
         found: list[Benchmarks] = []

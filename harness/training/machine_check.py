@@ -114,7 +114,8 @@ def report_machine(experiment: Experiment | None, folder: Path) -> None:
 
 @contextmanager
 def naming_the_rank(world: World) -> Iterator[None]:
-    """Context manager that raises RunError, with rank, host and device, if a measurement fails."""
+    """Context manager that turns RuntimeError and MemoryError into RunError with rank, host and device. If the
+    connection to another rank is lost, raises PeerError or RunError without these."""
     try:
         with connection_errors_as_peer_errors():
             yield

@@ -66,8 +66,8 @@ class Console:
         self._bar: Any = None
 
     def start(self) -> None:
-        """Show the bar from now on, if standard error is a terminal. Must be called after the messages of the start-up,
-        which would break the bar."""
+        """Show the bar from now on, if standard error is a terminal that reports its size. Must be called after the
+        messages of the start-up, which would break the bar."""
         # On a terminal that does not report its size, tqdm would show nothing.
         if self.visible and sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno())):
             # The numbers include the time left. tqdm's other fields would push the numbers off an 80-column screen.
@@ -331,7 +331,8 @@ def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
     """Write and print a finished run's summary from its last checkpoint, if summary.json is missing or has fewer tokens
-    than the checkpoint. Rank 0 only. Raises RunError if summary.json cannot be written."""
+    than the checkpoint. Does nothing for a checkpoint of the lab notebook. Rank 0 only. Raises RunError if summary.json
+    cannot be written."""
     meta, run = prepared.meta, prepared.experiment.run
     if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return

@@ -63,8 +63,8 @@ ALIGNMENT = 64
 class HostCopies:
     """CPU copies of nested dicts of tensors, used on rank 0 only.
 
-    All copies of a call of `copy` share one buffer. For a checkpoint with AdamW, it has three times the size of the
-    weights. With `keep`, the buffer stays allocated between calls. Without `keep`, it is freed with the copies.
+    All copies of a call of `copy` share one buffer. For a checkpoint with AdamW, this buffer has three times the size
+    of the weights. With `keep`, the buffer stays allocated between calls. Without `keep`, it is freed with the copies.
     """
 
     def __init__(self, device: torch.device, *, keep: bool) -> None:

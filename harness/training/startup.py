@@ -182,8 +182,8 @@ def fetch_data(world: World, experiment: Experiment) -> TrainingData:
 
 
 def check_same_everywhere(experiment: Experiment, world: World, provenance: Provenance) -> None:
-    """Raise UserError on every rank if the run's files or the dataset differ between any rank and rank 0.
-    Collective."""
+    """Raise UserError on every rank if the model, train.json or the dataset, as `provenance` records them, differ
+    between any rank and rank 0. Collective."""
     machines = world.gather((socket.gethostname(), provenance))
     (first_host, expected), *others = machines
     files = (("model", experiment.run.model_json), ("train", experiment.run.train_json), ("dataset", "dataset"))
