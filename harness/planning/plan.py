@@ -126,7 +126,7 @@ class Plan:
         return self.times("checkpoint", self.config.checkpoint_every)
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of one checkpoint on disk in bytes, of which OTHER_BYTES are assumed. A tied matrix is written
+        """Return the size of one checkpoint on disk in bytes, of which OTHER_BYTES are assumed. A tied matrix is in it
         twice, under both names."""
         model = self.experiment.model
         weights = WEIGHT_BYTES * sum(math.prod(shape) for shape in model.tensor_shapes().values())

@@ -76,8 +76,8 @@ def report_machine(experiment: Experiment | None, folder: Path) -> None:
     """Measure this machine and print its rates. `folder` is where checkpoints go. With an experiment, also measure its
     training. Collective: joins the other ranks, and leaves them at the end.
 
-    Raises RunError if a rank is slow, or if a measurement other than the download fails. Raises UserError if this
-    machine cannot hold the weights or compute what train.json demands.
+    Raises RunError if a rank is slow, or if a measurement other than the download fails. Raises UserError if
+    the host's memory cannot hold the weights, or if this machine cannot compute what train.json demands.
     """
     world = World.join()
 

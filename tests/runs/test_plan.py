@@ -166,8 +166,8 @@ def test_the_memory_of_a_step_is_at_least_that_of_its_update(tmp_path: Path) -> 
 
 
 def test_the_work_and_disk_of_a_run_that_has_begun(shop: Workshop) -> None:
-    """A trained run has as many checkpoints as planned, of the planned size, also with a tied head. A plan for a run that has begun counts
-    only the remaining steps. The speed of an earlier run of only four steps is not used."""
+    """A trained run has as many checkpoints as planned, of the planned size, also with a tied head. A plan for a run
+    that has begun counts only the remaining steps. The speed of an earlier run of only four steps is not used."""
     model = {"emb_dim": 128, "vocab_size": 4096, "tie_weights": True}
     wide: dict[str, Any] = {"model": model, "validation_interval": 2, "price_per_hour": 36.0}
     run = shop.add_run(**wide, min_train_tokens=256)
