@@ -179,6 +179,7 @@ def test_through_the_command(tmp_path: Path) -> None:
     machine.attempt().refuses("trains this run")
     assert not (machine.runs / "r" / "metrics.jsonl").exists()
     machine.attempt("--wait", "--take-over").refuses("--wait and --take-over")
+    other._released.set()  # a renewal between its reading and its writing could overwrite the take-over
     machine.train_here("r", "--take-over")
     assert not (remote(machine) / "owner.json").exists()
 
