@@ -7,9 +7,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from harness.data.order import PERIOD, WindowOrder, interleave, permute
 
@@ -62,9 +62,9 @@ def test_every_place_is_equally_likely_in_a_pass(size: int) -> None:
     passes = 4000
     orders = np.array([permute(np.arange(size), size, (5, each)) for each in range(passes)])
     for window in (0, size // 2, size - 1):
-        assert chisquare(np.bincount(orders[:, window], minlength=size)).pvalue > 1e-4
+        assert scipy.stats.chisquare(np.bincount(orders[:, window], minlength=size)).pvalue > 1e-4
     steps = np.diff(orders, axis=1) % size  # from window to window; 0 cannot be
-    assert chisquare(np.bincount(steps.ravel(), minlength=size)[1:]).pvalue > 1e-4
+    assert scipy.stats.chisquare(np.bincount(steps.ravel(), minlength=size)[1:]).pvalue > 1e-4
 
 
 def test_neighbors_are_as_far_apart_as_in_a_random_order() -> None:

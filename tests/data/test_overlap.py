@@ -24,7 +24,8 @@ from tests.support.preparing import (
 )
 
 DICE = np.random.default_rng(0)
-WORDS = ["".join(DICE.choice([*"abcdefghijklmnopqrstuvwxyz"], 6)) for _ in range(3000)]
+LETTERS = np.array([*"abcdefghijklmnopqrstuvwxyz"])
+WORDS = np.array(["".join(DICE.choice(LETTERS, 6)) for _ in range(3000)])
 
 
 def prose(count: int) -> list[str]:

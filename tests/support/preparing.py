@@ -90,8 +90,8 @@ class Preparer:
 
 def texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
     """Return documents, all different, of words with spaces, line ends and characters of one to four bytes."""
-    random = np.random.default_rng(seed)
-    return [f"{number} " + " ".join(random.choice(WORDS, random.integers(1, longest))) for number in range(count)]
+    random, words = np.random.default_rng(seed), np.array(WORDS)  # `choice` would convert a list at each call
+    return [f"{number} " + " ".join(random.choice(words, random.integers(1, longest))) for number in range(count)]
 
 
 WORDY = texts(3000)

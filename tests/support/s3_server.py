@@ -6,9 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import boto3
-from moto.server import ThreadedMotoServer
-
 from tests.support.two_hosts import Host
 
 BUCKET = "bucket"
@@ -18,6 +15,8 @@ SECRET = "secret-access-key-of-the-tests"
 @contextlib.contextmanager
 def s3_server(host: Host | None = None) -> Iterator[dict[str, str]]:
     """Start a server with the bucket BUCKET, and yield the environment variables with which a process uses it."""
+    from moto.server import ThreadedMotoServer  # here, as boto3: otherwise all processes of the tests import them
+
     server = ThreadedMotoServer(ip_address=host.address if host else "127.0.0.1", port=0, verbose=False)
 
     def start() -> None:
@@ -31,7 +30,7 @@ def s3_server(host: Host | None = None) -> Iterator[dict[str, str]]:
         server.stop()
 
 
-def variables_of(server: ThreadedMotoServer) -> dict[str, str]:
+def variables_of(server: Any) -> dict[str, str]:
     address, port = server.get_host_and_port()
     variables = {"AWS_ENDPOINT_URL": f"http://{address}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
     return variables | {
@@ -43,6 +42,8 @@ def variables_of(server: ThreadedMotoServer) -> dict[str, str]:
 
 def client_of(variables: dict[str, str]) -> Any:
     """Return boto3's client of a server."""
+    import boto3
+
     return boto3.client(
         "s3",
         endpoint_url=variables["AWS_ENDPOINT_URL"],
