@@ -80,7 +80,7 @@ def assert_lively(run: Path, precision: str) -> None:
     assert json.loads((run / "summary.json").read_text())["skipped_steps"] == 1
 
 
-@pytest.mark.fault("stopped at a step", "all ranks save and stop after the same step; resumed, the same end")
+@pytest.mark.fault("stopped at a step", "all ranks stop after the same step, which is saved; resumed, the same end")
 def test_stopped_once(shop: Workshop, exhaustive: bool) -> None:
     def stop(case: tuple[int, Setup]) -> None:
         number, (ranks, accumulation, precision, others) = case
@@ -113,7 +113,7 @@ SHAPES = [(2, 2, 2), (1, 3, 1), (3, 1, 2), (4, 2, 1), (2, 1, 3)]
 FIRST_TOKEN, TOKENS = 123, 2000
 
 
-@pytest.mark.fault("continued on another number of ranks", "in another batch layout; each token is trained on once")
+@pytest.mark.fault("continued on another number of ranks, in another batch layout", "each token is trained on once")
 def test_another_shape(shop: Workshop, exhaustive: bool) -> None:
     """When world size, microbatch and accumulation change at every stop, no token is trained on twice and none is left
     out."""

@@ -121,7 +121,8 @@ def test_disk_too_small(shop: Workshop, exhaustive: bool) -> None:
 
 
 @pytest.mark.fault(
-    "a disk that holds only `keep_checkpoints`", "a stopped run continues there: old checkpoints count as room"
+    "a disk with room only for the checkpoints that `keep_checkpoints` keeps",
+    "a killed run continues there; the old ones that it will delete count as room",
 )
 def test_a_run_continues_on_the_smallest_disk_that_admits_it(shop: Workshop) -> None:
     """A run is stopped on the smallest disk on which its plan lets it begin, and continues there. With the old
@@ -161,7 +162,8 @@ def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool) -> Non
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "disk full while results are moved", "every checkpoint stays whole; once there is space, resumed to the same end"
+    "disk full while results are moved to aside/",
+    "every checkpoint stays whole; once there is space, resumed to the same end",
 )
 @pytest.mark.fault(
     "disk full when the summary is written", "ends with summary.json named; once there is space, it is written"
@@ -209,7 +211,8 @@ def test_disk_full_for_the_chart(shop: Workshop) -> None:
         ended = finish(start(replace(shop, draws=True), "chart"), expect=0, timeout=100)
         warnings = [line for line in ended.stderr.splitlines() if "no new chart" in line]
         assert warnings
-        assert all(line.startswith("warning: ") and "No space left on device" in line for line in warnings)
+        assert all(line.startswith(f"warning: {run}/training-run-chart.png: ") for line in warnings)
+        assert all("No space left on device" in line for line in warnings)
     assert_same_end(shop.runs / "straight", run)
 
 
@@ -221,7 +224,7 @@ b.standard_library = lambda: dict(list(everything().items())[:80])
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full for the dataset", "ends, and no part of the dataset is left; with space, it is built")
+@pytest.mark.fault("disk full while a dataset is built", "ends, and no part of it is left; with space, it is built")
 def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool) -> None:
     """If the disk is too small for the dataset, the run ends with one line, and no part of the dataset is left. With
     more space, the same command completes. The free space is for nothing, for the tokenizer alone, or for the tokenizer

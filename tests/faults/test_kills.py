@@ -123,8 +123,8 @@ CASES = [
 
 @pytest.mark.fault(
     "killed in a save",
-    "at each file operation, also of sharded and background saves and while old ones are deleted: all checkpoints are "
-    "whole; resumed to the same end",
+    "at each file operation, also of sharded and background saves and while old checkpoints are deleted: all "
+    "checkpoints are whole; resumed to the same end",
 )
 @pytest.mark.fault("killed at the end of the run", "at every file operation: resumed to the same end, with its summary")
 @pytest.mark.parametrize(("calls", "each_of"), CASES)
@@ -149,7 +149,8 @@ for place, seconds in ((STEP, 0.01), (VALIDATION, 0.1), (SAVE, 0.05)):
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "killed again and again", "50 times, any rank at any instant, with sharded state: resumed to the same end"
+    "killed again and again",
+    "50 times, either of two ranks at any instant, with sharded state: resumed to the same end",
 )
 def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
     """A rank of one run, drawn at random, is killed again and again, at a random instant of its work."""
@@ -179,7 +180,8 @@ def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "a mixture killed in changing worlds", "100 times, on one rank or two, shuffled, in two epochs: the same weights"
+    "killed again and again, on one rank or two at random",
+    "100 times, on a shuffled mixture of datasets, in two epochs, without dropout: the weights of an undisturbed run",
 )
 def test_a_mixture_killed_in_changing_worlds(shop: Workshop, exhaustive: bool) -> None:
     """Without dropout, two ranks have the sums of one rank with two accumulation steps, to the bit."""

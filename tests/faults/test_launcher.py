@@ -212,7 +212,8 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "a terminal is closed", "stops with a checkpoint; under nohup training continues, under torchrun with an option"
+    "a terminal is closed",
+    "stops with a checkpoint; under nohup it continues (torchrun must also be told not to handle SIGHUP)",
 )
 def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool) -> None:
     few = [hangup for hangup in HANGUPS if hangup.name in ("torchrun", "--processes")]

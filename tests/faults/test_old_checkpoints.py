@@ -61,7 +61,8 @@ def assert_kept(path: Path, keep: int, start: str | None) -> None:
 
 
 @pytest.mark.fault(
-    "old checkpoints are deleted", "best, latest, the newest and the one that the run was resumed from are kept"
+    "old checkpoints are deleted",
+    "best, latest, the one resumed from and the `keep_checkpoints` newest others are kept",
 )
 def test_what_is_kept(shop: Workshop, exhaustive: bool) -> None:
     """The right checkpoints are kept when `best` is an early one because losses grow, when the run is resumed from

@@ -79,7 +79,7 @@ def test_some_infected_gradients(shop: Workshop, tmp_path: Path, exhaustive: boo
         assert weights[0] == weights[1] != weights[2]
 
 
-@pytest.mark.fault("gradients that are never finite again", "ends after max_skipped_steps; best is as before")
+@pytest.mark.fault("gradients that are never finite again", "ends after max_skipped_steps; best has finite weights")
 def test_infected_for_good(shop: Workshop, exhaustive: bool) -> None:
     """A run ends within one report interval after `max_skipped_steps` steps in a row have been skipped."""
     for allowed, interval in itertools.product((1, 3, 4), (1, 4)) if exhaustive else [(3, 1), (3, 4)]:
@@ -166,7 +166,7 @@ def test_infected_losses(shop: Workshop, exhaustive: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "rank 0 is slow", "in a download, validation, save or chart: the other ranks wait and reach the same end"
+    "rank 0 takes longer than the time-out", "in a download, validation, save or chart: the others wait; the same end"
 )
 def test_slow_rank0(shop: Workshop, tmp_path: Path) -> None:
     """The other ranks wait if rank 0's own work takes longer than a gradient exchange may take. Rank 0 alone downloads,
@@ -211,7 +211,7 @@ def test_slow_rank0(shop: Workshop, tmp_path: Path) -> None:
 
 @pytest.mark.fault(
     "weights of one rank change",
-    "found before the next save; names the tensor and, of three ranks, the differing one",
+    "found before the next save, with the tensor named and, of three ranks, the one that differs",
 )
 def test_divergence(shop: Workshop, exhaustive: bool) -> None:
     cases = [(0, 2, None), (1, 2, None), (0, 3, None), (2, 3, None), (1, 2, 2), (2, 3, 2), (0, 3, 1)]

@@ -203,7 +203,9 @@ def test_a_stopped_run_names_what_is_missing_once(tmp_path: Path) -> None:
     assert shop.script(*command[2:]).stdout.endswith(": complete\n")
 
 
-@pytest.mark.fault("stopped while the mirror does not answer", "ends, with what is missing named")
+@pytest.mark.fault(
+    "told to stop while it waits for a mirror that does not answer", "ends, with the missing checkpoint named"
+)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_mirror_that_does_not_answer(shop: Workshop, tmp_path: Path, number: int) -> None:
     """The run has ended, and waits for its mirror. It says what is missing, and the same command sends it later."""

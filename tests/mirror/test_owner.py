@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -170,13 +171,13 @@ def test_a_copy_of_the_folder_is_another_machine(tmp_path: Path, first: Lease) -
 
 @pytest.mark.fault(
     "a second machine starts a run that another one trains",
-    "refused with that machine named; with --take-over it continues",
+    "refused with that machine named; with --take-over it trains the run",
 )
 def test_through_the_command(tmp_path: Path) -> None:
     machine = add_machine(tmp_path, "first")
     other = lease_of(tmp_path, "other")
     other.take(wait=False, take_over=False)
-    machine.attempt().refuses("trains this run")
+    machine.attempt().refuses(f'"{socket.gethostname()}" trains this run')
     assert not (machine.runs / "r" / "metrics.jsonl").exists()
     machine.attempt("--wait", "--take-over").refuses("--wait and --take-over")
     other._released.set()  # a renewal between its reading and its writing could overwrite the take-over
@@ -184,7 +185,7 @@ def test_through_the_command(tmp_path: Path) -> None:
     assert not (remote(machine) / "owner.json").exists()
 
 
-@pytest.mark.fault("another machine takes the run", "a warning; nothing more is sent")
+@pytest.mark.fault("another machine takes the run", "a warning; no checkpoint is completed in the mirror any more")
 def test_a_run_that_was_taken_says_so_once_and_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = add_machine(tmp_path, "first", report_interval=1)
     thief, send, taken = lease_of(tmp_path, "thief"), Mirror.send, threading.Event()
@@ -204,3 +205,4 @@ def test_a_run_that_was_taken_says_so_once_and_trains_on(tmp_path: Path, monkeyp
     assert len(missing) == 1
     assert "mirror.py push r" in missing[0]
     assert "Training complete" in result.stdout
+    assert not list(remote(machine).glob("checkpoints/*/meta.json")), "no checkpoint became whole after that"

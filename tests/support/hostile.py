@@ -258,6 +258,7 @@ class Bench:
         assert result.status == status, result
         for old, folder in zip(before, folders, strict=True):
             same_as(old, folder)
+        assert also is None or tree(also) == before[-1], "nothing is added there, either"
 
     def meta(self) -> dict[str, Any]:
         """Return the latest checkpoint's meta.json without its own hash, as earlier versions wrote it. Without the

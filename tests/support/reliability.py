@@ -12,11 +12,11 @@ FOLDER = Path(__file__).resolve().parents[1]
 INTRODUCTION = """# Faults survived
 
 Each line is a test. Most inject the fault into the real `ddp_train.py` and compare what is left with an undisturbed
-run; most tests of arbitrary content only read the files, as `ddp_train.py` does. "Refused" and "ends" mean: on all
-ranks, with one line that names the file and the remedy, and with nothing harmed. "The same end" means: weights,
-optimizer state, random states and metrics bit for bit. `uv run pytest -m fault --exhaustive` injects at every place (a
-kill at each file operation of a save, say), and without `--exhaustive` at some. All of it was seen on CPUs; bits [on
-GPUs](continuing.md#what-is-the-same-and-where) were compared in [a few cases](LOG.md).
+run; most tests of arbitrary content only read the files, as `ddp_train.py` does. "Refused" and "ends" mean: with one
+line that says why, and with nothing harmed. "The same end" means: weights, optimizer state, random states and metrics
+except times, bit for bit. Numbers, "each" and "every" are those of `uv run pytest -m fault --exhaustive`; without
+`--exhaustive`, fewer places are tried. Everything ran on the CPUs of one machine, which stood for several where needed;
+bits [on GPUs](continuing.md#what-is-the-same-and-where) were compared in [a few cases](LOG.md).
 """
 
 

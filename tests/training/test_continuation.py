@@ -336,7 +336,9 @@ def test_samples_take_no_time_of_the_setup(shop: InProcess, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-@pytest.mark.fault("killed while it goes back", "the same command goes back; the run does not count as finished")
+@pytest.mark.fault(
+    "killed while it goes back to an earlier checkpoint", "the same command goes back; the run is no longer finished"
+)
 @pytest.mark.parametrize("place", ["directory:RunDirectory.set_summary_and_chart_aside", "checkpoints:rewind_to"])
 def test_killed_while_it_goes_back(tmp_path: Path, place: str) -> None:
     shop = Workshop(tmp_path)
@@ -344,8 +346,9 @@ def test_killed_while_it_goes_back(tmp_path: Path, place: str) -> None:
     run = shop.add_run(min_train_tokens=1280)
     shop.train()
     name = min(path.name for path in (run / "checkpoints").glob("*-iteration-*"))
-    shop.train("r", name, prelude=f"{FAULTS}before('harness.runs.{place}', kill)", expect=None)
-    shop.train("r", name, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), rank=1, step=7)", expect=143)
+    shop.train("r", name, prelude=f"{FAULTS}before('harness.runs.{place}', kill)", expect=-9)
+    again = shop.train("r", name, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), rank=1, step=7)", expect=143)
+    assert f"continuing from {name}" in again.stdout
     assert not (run / "summary.json").exists()
     assert RunRecord.read(RunDirectory(run)).state.word == "stopped"
 

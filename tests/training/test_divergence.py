@@ -127,7 +127,7 @@ def copy_of_ended(shop: Workshop, name: str) -> Path:
     return Path(shutil.copytree(shop.runs / "ended", shop.runs / name, symlinks=True))
 
 
-@pytest.mark.fault("a loss that has long been above its own level", "ends with a checkpoint and exit status 4")
+@pytest.mark.fault("a loss that has long been far above its lowest", "ends with a checkpoint and exit status 4")
 def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
     run = shop.runs / "ended"
     again = copy_of_ended(shop, "again")

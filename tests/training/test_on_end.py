@@ -61,7 +61,7 @@ def test_it_runs_before_the_process_ends(shop: Workshop, name: str, prelude: str
         assert endings(run) == ["finished finished"] * 2, "a machine on which nothing is left to do costs as much"
 
 
-@pytest.mark.fault("a rank is killed, with `on_end`", "the command runs once, after all ranks have ended")
+@pytest.mark.fault("a rank is killed, with `on_end`", "the command runs once, with the state `failed`")
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_it_runs_if_a_rank_is_killed(shop: Workshop, rank: int) -> None:
     run = shop.add_run(f"killed{rank}", **SHORT)
@@ -256,7 +256,7 @@ def test_messages_of_a_run(shop: Workshop, listener: tuple[str, list[dict[str, A
     assert "secret-token" not in "".join([*texts, outputs.stdout, outputs.stderr, outputs2.stdout, shown])
 
 
-@pytest.mark.fault("a `notify` that refuses or does not answer", "a warning without the URL; nothing else changes")
+@pytest.mark.fault("a `notify` that refuses or is not there", "a warning without the URL; the run and `on_end` go on")
 def test_a_url_that_refuses_or_does_not_answer_changes_nothing(
     shop: Workshop, listener: tuple[str, list[dict[str, Any]]]
 ) -> None:
@@ -268,4 +268,5 @@ def test_a_url_that_refuses_or_does_not_answer_changes_nothing(
     shop.add_run("refused", min_train_tokens=1280, notify="http://127.0.0.1:9/secret", on_end=ON_END)
     done = shop.train("refused")
     assert 'warning: notify: the message "end" was not confirmed: URLError' in done.stderr
+    assert "secret" not in done.stdout + done.stderr
     assert endings(shop.runs / "refused") == ["finished refused"]
