@@ -233,9 +233,9 @@ class Uploads:
                     self._send(remote, file)
                     self._versions[remote] = version_of(status)
                     sent += status.st_size
-            self._send_small(self.run.metrics.name, self.run.metrics)
             if self.lease is not None:
                 self.lease.check()  # another machine may have taken the run during a long upload
+            self._send_small(self.run.metrics.name, self.run.metrics)
             self._send(f"checkpoints/{path.name}/{META}", path / META)
         except FileNotFoundError:
             if path.exists():

@@ -185,7 +185,9 @@ def test_through_the_command(tmp_path: Path) -> None:
     assert not (remote(machine) / "owner.json").exists()
 
 
-@pytest.mark.fault("another machine takes the run", "a warning; no checkpoint is completed in the mirror any more")
+@pytest.mark.fault(
+    "another machine takes the run", "a warning; no checkpoint is completed in the mirror, and its metrics stay"
+)
 def test_a_run_that_was_taken_says_so_once_and_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = add_machine(tmp_path, "first", report_interval=1)
     thief, send, taken = lease_of(tmp_path, "thief"), Mirror.send, threading.Event()
@@ -194,6 +196,7 @@ def test_a_run_that_was_taken_says_so_once_and_trains_on(tmp_path: Path, monkeyp
         send(self, *arguments)
         if not taken.is_set():  # in the middle of the first checkpoint
             thief.take(wait=False, take_over=True)
+            thief._mirror.write("metrics.jsonl", b"the other machine's")
             taken.set()
 
     monkeypatch.setattr(Mirror, "send", send_and_lose)
@@ -206,3 +209,4 @@ def test_a_run_that_was_taken_says_so_once_and_trains_on(tmp_path: Path, monkeyp
     assert "mirror.py push r" in missing[0]
     assert "Training complete" in result.stdout
     assert not list(remote(machine).glob("checkpoints/*/meta.json")), "no checkpoint became whole after that"
+    assert (remote(machine) / "metrics.jsonl").read_text() == "the other machine's"
