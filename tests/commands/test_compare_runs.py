@@ -218,6 +218,7 @@ def shown_whole(text: str, columns: int = 80) -> None:
     assert [line for line in text.split("\n") if not line.isprintable() or len(line) > columns] == []
 
 
+@pytest.mark.slow
 def test_no_text_of_a_file_moves_a_terminal(tmp_path: Path) -> None:
     hostile_runs(tmp_path)
     page, picture = tmp_path / "page.html", tmp_path / "picture.png"
@@ -242,6 +243,7 @@ def test_no_text_of_a_file_moves_a_terminal(tmp_path: Path) -> None:
         shown_whole(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_hundred_runs_are_read_about_as_fast_as_their_files_are_parsed_four_times(tmp_path: Path) -> None:
     ended = RunFolder(tmp_path, "run-0").finish()
     going = RunFolder(tmp_path, "run-1").train_to(*range(300))

@@ -146,6 +146,7 @@ def test_json_has_all_numbers_and_the_seed_decides_them(
     assert os.listdir(tmp_path) == ["c.svg"]
 
 
+@pytest.mark.slow
 def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_same(tmp_path: Path) -> None:
     for index in range(9):
         run_in(tmp_path, f"r{index}", final_validation_loss=2 + index / 10)

@@ -53,6 +53,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
         yield shop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "target"), [*zip(FILES, ("fineweb-edu", "fineweb", "climbmix"), strict=True)])
 def test_the_files_that_a_recipe_names_are_read(shop: InProcess, name: str, target: str) -> None:
     _, count = FILES[name]
@@ -61,6 +62,7 @@ def test_the_files_that_a_recipe_names_are_read(shop: InProcess, name: str, targ
     assert not list((shop.datasets / "me").rglob("*.parquet"))
 
 
+@pytest.mark.slow
 def test_derived_runs_can_be_planned(shop: InProcess) -> None:
     for name, dataset, length in (("edu", "me/fineweb-edu", 1024), ("climb", "me/climbmix", 2048)):
         train, model = (json.loads((shop.runs / name / f"{file}.json").read_text()) for file in ("train", "model"))

@@ -20,6 +20,7 @@ from harness.model.config import ModelConfig
 from harness.runs.train_config import TrainConfig
 
 
+@pytest.mark.slow
 def test_slips_of_the_finger_get_advice() -> None:
     """Advice corrects a key of at least three letters with a doubled letter, two neighboring letters swapped, or no
     underscores. With at least four letters one letter may also be missing, and with at least five one may be wrong."""

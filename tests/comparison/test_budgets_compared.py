@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.comparison.arms import find_arms
 from harness.comparison.records import RunRecord
 from harness.comparison.table import RunsTable
@@ -58,6 +60,7 @@ def test_replicates_are_those_that_saw_as_many_tokens(tmp_path: Path) -> None:
     assert settings == {"random_seed", "train_steps", "min_train_tokens"}
 
 
+@pytest.mark.slow
 def test_fit_scaling_predicts_a_run_by_its_budget(tmp_path: Path) -> None:
     shop, points = Workshop(tmp_path), tmp_path / "points.csv"
     sizes = [(size, tokens) for size in (1e5, 2e5, 4e5, 8e5) for tokens in (1e6, 2e6, 4e6, 8e6)]

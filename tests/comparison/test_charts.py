@@ -198,6 +198,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return saved
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("count", [12, 90])
 def test_of_many_curves_the_lowest_and_the_baselines_are_named(tmp_path: Path, figures: list[Any], count: int) -> None:

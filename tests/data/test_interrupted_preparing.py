@@ -122,6 +122,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_worker_that_dies_is_one_line_and_the_work_goes_on(preparer: Preparer, tmp_path: Path) -> None:
     mine = Preparer(tmp_path)
@@ -178,6 +179,7 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
 ALSO = [pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP)]
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, *ALSO])
 def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, number: signal.Signals) -> None:

@@ -155,6 +155,7 @@ def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
     assert "validation is" not in half, "it is half of the documents, though more than half of the text"
 
 
+@pytest.mark.slow
 def test_of_many_documents_few_are_set_aside_for_the_splits(
     preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +188,7 @@ def test_in_the_given_order_the_last_documents_are_held_out(preparer: Preparer) 
     assert documents_of(folder, "validation") == DOCUMENTS[2700:]
 
 
+@pytest.mark.slow
 def test_a_shuffle_is_a_permutation_decided_by_its_seed(preparer: Preparer) -> None:
     """Equal seeds give equal bytes, whatever the number of workers. Another seed gives another order, and no order is
     correlated with that of the input."""
@@ -316,6 +318,7 @@ def test_progress_in_a_log_is_lines(preparer: Preparer, tmp_path: Path, monkeypa
 MOVE = "mkdir -p datasets/me && mv x datasets/me/x"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "steps"),
     [

@@ -86,6 +86,7 @@ def test_the_number_of_steps(ramp: list[tuple[int, BatchLayout]], wanted: int, a
         assert schedule.tokens_before(every) + 1 <= available <= schedule.tokens_before(every + 1)
 
 
+@pytest.mark.slow
 @given(
     first=st.builds(BatchLayout, *(st.integers(1, most) for most in (4, 3, 3, 5))),
     ramp=RAMPS,

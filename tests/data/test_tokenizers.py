@@ -48,6 +48,7 @@ def check_lossless(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.token_byte_lengths()[tokens].sum() == len(text.encode())
 
 
+@pytest.mark.slow
 @given(TEXTS)
 def test_a_trained_bpe_loses_nothing_and_counts_bytes(trained: Tokenizer, text: str) -> None:
     check_lossless(trained, text)

@@ -125,6 +125,7 @@ def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
 # Equal to lm-eval's own model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fewshot", [None, 2])
 def test_scores_are_those_of_lm_evals_own_model(subject: Subject, tmp_path: Path, fewshot: int | None) -> None:
     import lm_eval

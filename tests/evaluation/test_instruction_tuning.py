@@ -184,6 +184,7 @@ def test_every_entry_is_trained_on_once_an_epoch_in_a_seeds_order() -> None:
 # When it stops ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_weights_kept_are_those_from_before_the_rise(
     data: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +220,7 @@ def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer, capsys: pyt
         fine_tune(broken, tokenizer, splits, FineTuneSettings(0.01))
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_one_by_one_and_in_batches(tokenizer: Tokenizer) -> None:
     """Answers are the same one by one and in batches, even if a question is longer than the context."""
     model = random_model(shape(vocab_size=330, context_length=64)).eval()
@@ -301,6 +303,7 @@ def test_answers_that_another_process_writes_meanwhile_stay(shop: Workshop, monk
     assert len(read_responses(shop.path / "late-2.json").responses) == 4
 
 
+@pytest.mark.slow
 def test_scores_stay_in_the_run_whose_folder_has_the_answers(shop: Workshop) -> None:
     with FakeJudge() as judge:
         for place in ("", "--responses elsewhere.json"):

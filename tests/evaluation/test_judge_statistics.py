@@ -57,6 +57,7 @@ def test_intervals_are_those_of_scipy() -> None:
     assert ends == pytest.approx([theirs.low, theirs.high], abs=0.17)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("questions", [1, 3, 5])
 def test_few_questions_give_wide_intervals(questions: int) -> None:
     """The 95 % interval of the difference leaves out 0 in about 5 % of 400 pairs of equal models. Without a correction

@@ -38,6 +38,7 @@ def kept(bench: Bench, name: str) -> list[InstructionResult]:
     return results.of(InstructionResult)
 
 
+@pytest.mark.slow
 def test_each_run_keeps_its_own_scores(bench: Bench) -> None:
     done = bench.command("--repeats", "2")
     assert done.stderr == ""

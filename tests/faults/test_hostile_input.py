@@ -289,6 +289,7 @@ PLAUSIBLE_META = plausible(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "arbitrary content in a dataset's meta.json", "2,000 files: refused with the wrong key or file named, or valid"
 )
@@ -310,6 +311,7 @@ def test_dataset_meta(shop: Workshop, exhaustive: bool) -> None:
     explore(check, mutations(valid, PLAUSIBLE_META), 2000 if exhaustive else 150)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "arbitrary content in the record of a token file's largest token", "it is used, or the file is scanned again"
 )
@@ -336,6 +338,7 @@ def test_scan_memory(shop: Workshop, exhaustive: bool) -> None:
 # Weights
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "weights of another model, given to the real commands", "refused with the tensor named; nothing changed"
 )
@@ -440,6 +443,7 @@ def nothing_lost(before: dict[str, str], shop: Workshop) -> None:
         assert (shop.runs / "r" / "checkpoints" / link).is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a checkpoint with states of another program", "refused with the checkpoint named; nothing changed")
 def test_states_of_something_else(bench: Bench, exhaustive: bool) -> None:
     """State files that are readable and have the right hashes, but do not hold the states of this run's training, are
@@ -533,6 +537,7 @@ NAMES = st.text(ALPHABET, max_size=20) | st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("arbitrary names", "2,000 names: each is refused, or leads to a folder in the right parent folder")
 def test_names(bench: Bench, exhaustive: bool) -> None:
     """A name of a run, a dataset or a checkpoint leads to a folder in the right parent folder, or is refused with one

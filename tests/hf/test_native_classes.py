@@ -226,6 +226,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GPTMo
     return {name: (model, found[name]) for name, model in models.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_any_model_goes_out_with_its_code(elsewhere: dict[str, tuple[GPTModel, dict[str, Any]]], name: str) -> None:
     """An exported model has the logits and the loss of our model, and generates the same tokens. Generation is compared

@@ -98,6 +98,7 @@ def test_checkpoints_that_a_restart_has_left_are_not_denied(first: InProcess) ->
     assert f"r: mirror {url(first)}/r has no checkpoint to continue from" in first.train_here().stdout
 
 
+@pytest.mark.slow
 def test_a_folder_in_a_checkpoint_is_not_sent(first: InProcess) -> None:
     """A user has exported the model into the checkpoint. The checkpoint counts as whole in the mirror."""
     latest = (first.runs / "r" / "checkpoints" / "latest").resolve()
@@ -205,6 +206,7 @@ def test_a_checkpoint_that_is_damaged_in_both_places_stays(first: InProcess) -> 
     assert "--restart" in first.train_here(expect=2).stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["meta.json", "model.safetensors"])
 def test_with_nothing_but_damaged_checkpoints_no_new_run_begins(first: InProcess, file: str) -> None:
     for name in names(remote(first)):
@@ -230,6 +232,7 @@ def test_an_interrupted_download_resumes(first: InProcess) -> None:
     assert not list((second.runs / "r").rglob(".fetching-*"))
 
 
+@pytest.mark.slow
 def test_restart_leaves_nothing_to_go_back_to(first: InProcess) -> None:
     before = names(remote(first))
     first.add_run(**SETTINGS | {"learning_rate": 0.02}, mirror=url(first))
@@ -240,6 +243,7 @@ def test_restart_leaves_nothing_to_go_back_to(first: InProcess) -> None:
     assert_same_end(first.runs / "r", second.runs / "r")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_all", [True, False])
 @pytest.mark.parametrize("option", ["--restart", "a checkpoint"])
 def test_going_back_holds_although_the_mirror_does_not_know_of_it_yet(
@@ -285,6 +289,7 @@ def test_what_lies_before_the_checkpoint_that_a_run_went_back_to_stays_in_the_mi
     assert (remote(first) / "checkpoints" / before / "meta.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_fetch_brings_nothing_of_what_was_left_by_going_back(first: InProcess, is_damaged: bool) -> None:
     """Also if the checkpoint that the run went back to is damaged, so that its copy is fetched."""
@@ -319,6 +324,7 @@ def test_an_empty_summary_is_not_fetched(first: InProcess) -> None:
     assert not (first.path / "elsewhere" / "r" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_fetched_although_it_is_in_aside(first: InProcess) -> None:
     """This machine went back without its mirror, while another one continued from the best checkpoint there."""
     run, best = first.runs / "r", names(first.runs / "r")[-1]
@@ -331,6 +337,7 @@ def test_the_best_checkpoint_is_fetched_although_it_is_in_aside(first: InProcess
     assert best in names(remote(first))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_checkpoint_of_the_same_step_is_fetched_if_it_is_newer(first: InProcess, is_damaged: bool) -> None:
     """Another machine has done the last validation, which was interrupted here."""
@@ -351,6 +358,7 @@ def test_a_checkpoint_of_the_same_step_is_fetched_if_it_is_newer(first: InProces
     assert "is finished" in first.train_here().stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ancestor", [False, True])
 def test_what_was_left_without_the_mirror_is_set_aside_there(first: InProcess, is_ancestor: bool) -> None:
     """Unless another machine has continued from it, and this one continues that training."""
@@ -366,6 +374,7 @@ def test_what_was_left_without_the_mirror_is_set_aside_there(first: InProcess, i
     assert (remote(first) / "checkpoints" / old / "meta.json").exists() == is_ancestor
 
 
+@pytest.mark.slow
 def test_measurements_of_the_training_before_a_restart_are_set_aside(first: InProcess, tmp_path: Path) -> None:
     """They do not come to a machine that fetches the run, and are moved on one that has fetched them before."""
     store, measured = url(first), first.runs / "r" / "results"
@@ -405,6 +414,7 @@ def test_measurements_after_the_checkpoint_that_a_run_went_back_to_are_set_aside
         assert not [path for path in (remote(first) / folder).iterdir() if name not in path.name]
 
 
+@pytest.mark.slow
 def test_old_measurements_that_an_earlier_version_has_left_are_not_fetched(first: InProcess) -> None:
     first.script("test_loss.py", str(first.datasets), "r")
     time.sleep(1.1)  # a checkpoint's name has its time in seconds
@@ -449,6 +459,7 @@ def test_a_run_that_was_restarted_and_lost_is_not_finished(first: InProcess) -> 
     assert not (third.runs / "r" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_set_aside_does_not_hide_the_best(first: InProcess) -> None:
     """The machine that set it aside had a clock that was behind, so this checkpoint seems to be the newer one."""
     changed = {"learning_rate": 10.0}  # so the best checkpoint is not the newest

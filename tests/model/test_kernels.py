@@ -64,6 +64,7 @@ def test_on_a_gpu_a_chunk_of_the_loss_is_one_kernel() -> None:
         assert len(stores) == (1 if wants_errors else 0), "the error must be written once, in place of the logits"
 
 
+@pytest.mark.slow
 def test_only_compiled_code_has_an_operation_for_ropes_cosines(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile would put the cosines and sines of all positions, and the powers in them, into the kernel of each
     layer's queries and keys. On an H200 this was 47 ms of a step of 169 ms. Without torch.compile, the operation would

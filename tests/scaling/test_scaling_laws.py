@@ -47,6 +47,7 @@ def test_the_intervals_of_a_noisy_law_hold_it() -> None:
     assert missed <= 3
 
 
+@pytest.mark.slow
 def test_the_fit_has_the_least_huber_loss_of_all_that_another_search_finds() -> None:
     points, fit = of_ladder(3)
 

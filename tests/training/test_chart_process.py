@@ -50,6 +50,7 @@ def worker_pid(chart: ChartProcess) -> int:
     return chart._process.pid
 
 
+@pytest.mark.slow
 def test_the_last_state_is_drawn_even_while_the_file_is_being_written(run: RunDirectory) -> None:
     metrics = MetricsFile(run.metrics)
     for step in range(0, 300, 3):

@@ -150,6 +150,7 @@ def test_continued_from_a_named_checkpoint(shop: InProcess) -> None:
     assert_same_end(first, run)
 
 
+@pytest.mark.slow
 def test_back_to_the_end_before_the_budget_was_raised(shop: InProcess) -> None:
     """A run that was extended is again the one that had finished before: going back moves what is later aside, although
     no step is left to train."""
@@ -300,6 +301,7 @@ def test_a_sample_without_memory_does_not_end_the_run(shop: InProcess, monkeypat
     assert "Training complete" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_budget_in_another_unit_changes_no_result(shop: InProcess) -> None:
     """A budget that comes to the same steps leaves the schedule as it was, so the run is still a replicate."""
     shop.add_run("unit", **COMMON)

@@ -232,7 +232,19 @@ def _recorded() -> dict[str, Any]:
     return json.loads(RECORDED.read_text())
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Runs with many settings are quick tests. If one fails, the slow ones find the setting.
+QUICK = {
+    "none",
+    "all",
+    "muon, ramp and schedule",
+    "everything",
+    "everything, with experts",
+    "bf16",
+    "the quickstart's levers",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RUNS])
 def test_in_fp64_losses_are_those_recorded(recorded: dict[str, Any], name: str) -> None:
     assert losses_of(name, fp64=True) == pytest.approx(recorded["fp64"][name], rel=EXACT)
 

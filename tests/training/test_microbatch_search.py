@@ -259,6 +259,7 @@ def test_write_changes_one_number_and_nothing_else(
     assert {path.name for path in run.iterdir()} == {"model.json", "train.json", "results"}
 
 
+@pytest.mark.slow
 def test_write_chooses_a_size_with_which_a_run_continues(tmp_path: Path) -> None:
     """After four steps of 5 sequences, 40 of 60 are left. A new run could have a microbatch of 60."""
     shop = InProcess(tmp_path)
@@ -579,6 +580,7 @@ def test_compiled_each_size_has_a_program_of_its_own(tmp_path: Path, programs: A
     assert programs["stats"]["unique_graphs"] == 2, "one graph for one sequence, and one for two"
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Any) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such instruction")

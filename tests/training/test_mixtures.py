@@ -40,6 +40,7 @@ def mixed(shop: InProcess) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_the_passes_of_each_dataset_are_recorded(shop: InProcess, mixed: Path) -> None:
     expected = {"local/first": round(112 / 62, 4), "local/second": round(48 / 37, 4)}
     summary = summary_of(mixed)
@@ -118,6 +119,7 @@ def test_what_cannot_be_mixed_is_one_line(shop: InProcess) -> None:
     shop.attempt(run="short").refuses("the train split of local/first + local/second is too short: in 1 epoch, ")
 
 
+@pytest.mark.slow
 def test_other_commands_take_a_run_on_a_mixture(shop: InProcess, mixed: Path) -> None:
     where = (str(shop.datasets), "mixed", "--runs-dir", str(shop.runs))
     both = shop.script("test_loss.py", *where).stdout.split("\n\n")

@@ -48,6 +48,7 @@ def test_passes_in_order_are_the_split_again_and_again(shop: InProcess) -> None:
     assert are_equal(*runs)
 
 
+@pytest.mark.slow
 def test_the_number_of_passes_is_told_and_recorded(shop: InProcess) -> None:
     run = shop.add_run("told", **SHORT, shuffle=True, epochs="repeat")
     said = "2.58 passes over 992 tokens, in random order (seed 42)"
@@ -68,6 +69,7 @@ def test_the_number_of_passes_is_told_and_recorded(shop: InProcess) -> None:
     assert "epochs" not in summary_of(shop.runs / "plain")
 
 
+@pytest.mark.slow
 def test_the_order_is_decided_by_its_seed_alone(shop: InProcess) -> None:
     keys: list[dict[str, Any]] = [
         {"shuffle": True, "random_seed": 3},
@@ -83,6 +85,7 @@ def test_the_order_is_decided_by_its_seed_alone(shop: InProcess) -> None:
         assert not are_equal(runs[one], runs[other])
 
 
+@pytest.mark.slow
 def test_seeds_of_weights_and_dropout(shop: InProcess) -> None:
     def run(name: str, dropout: float, **seeds: int) -> Path:
         folder = shop.add_run(name, model={"drop_rate": dropout}, min_train_tokens=256, **seeds)
@@ -97,6 +100,7 @@ def test_seeds_of_weights_and_dropout(shop: InProcess) -> None:
     assert not are_equal(dropped[0], run("f", 0.2, random_seed=2))
 
 
+@pytest.mark.slow
 def test_another_number_of_passes_changes_a_falling_rate(shop: InProcess) -> None:
     keys: dict[str, Any] = {"min_train_tokens": -1, "lr_schedule": "cosine"}
     for epochs in (None, 2.0):
@@ -143,6 +147,7 @@ def test_too_few_passes_are_refused(shop: InProcess, keys: dict[str, Any], words
         shop.attempt(*arguments, run="short").refuses("the train split of local/letters is too short", *words)
 
 
+@pytest.mark.slow
 def test_validation_does_not_depend_on_the_microbatch(shop: InProcess) -> None:
     """Seven sequences in microbatches of one, two, three and eight, by one rank or by two, give one loss."""
     losses = []
