@@ -19,9 +19,10 @@ END_OF_TEXT = "<|endoftext|>"
 LONGEST_WORD = 2**14  # bytes, when a tokenizer is trained
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")  # the second name is Llama 3's
 TIKTOKEN_SUFFIX = ".tiktoken.json"
-# Text that a lossy tokenizer would change: white space, combining marks and ligatures (normalization), characters of
-# other scripts, and the name of the special token.
-ROUND_TRIP_PROBE = f"x  a  b\r\n\tE\u0301 \ufb01 日本 \U0001f40d\x00 {END_OF_TEXT} "
+# Text that a lossy tokenizer would change: white space, combining marks and ligatures (normalization), the name of the
+# special token, and characters that have all bytes of UTF-8 among them.
+ALL_BYTES = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x2000)]))
+ROUND_TRIP_PROBE = f"x  a  b\r\n\tE\u0301 \ufb01 日本 \U0001f40d {END_OF_TEXT} {ALL_BYTES} "
 
 
 class Tokenizer:
@@ -109,8 +110,8 @@ def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
     tokenizer = load_encoding(path) if path.name.endswith(TIKTOKEN_SUFFIX) else load_bpe(path)
     if tokenizer.decode(tokenizer.encode(ROUND_TRIP_PROBE)) != ROUND_TRIP_PROBE:
         raise UserError(
-            f"{path}: decoding does not give back the encoded text; use a byte-level BPE that has neither a "
-            "normalizer nor a prefix space"
+            f"{path}: decoding does not give back the encoded text; use a byte-level BPE that has all bytes, no "
+            "normalizer and no prefix space"
         )
     return tokenizer
 

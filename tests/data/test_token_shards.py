@@ -161,6 +161,7 @@ def test_token_shards_are_gpt2s_if_nothing_else_is_said(preparer: Preparer) -> N
         ("train.npy", np.zeros(9, np.float32), "float32 in 1 dimensions"),
         ("train.npy", np.array(["a", None], object), "not a NumPy array of tokens, or damaged"),
         ("train.npy", b"\x93NUMPY", "not a NumPy array of tokens, or damaged"),
+        ("train.npy", b"\x93NUMPY\x01\x00\x76\x00{(".ljust(128) + bytes(2), "not a NumPy array of tokens, or damaged"),
         ("tokens.bin", shard([1]), "the name contains no split"),
         ("val.bin", shard([1]), "no shard for training"),
         ("train_\udce9.bin", shard([1]), "the name is not valid UTF-8; rename it"),  # meta.json cannot hold it

@@ -54,7 +54,7 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     if head.startswith(NUMPY_MAGIC):
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
+        except Exception as error:  # numpy parses the header as Python, and lets the parser's errors through
             reason = " ".join(str(error).split())[:120]
             raise UserError(f"{path}: not a NumPy array of tokens, or damaged ({reason}); replace it") from None
         if array.ndim != 1 or array.dtype.kind not in "iu":

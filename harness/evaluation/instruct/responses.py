@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -97,11 +96,10 @@ class InstructionSplits(NamedTuple):
 def local_instructions(file_or_url: str) -> Path:
     """Return the path of an instruction file. An http(s) URL is downloaded once, into this user's cache. Raises
     UserError if the download fails, or does not give an instruction file. A local path is not checked."""
-    address = urlsplit(file_or_url)
-    if address.scheme not in {"http", "https"}:
+    if not file_or_url.lower().startswith(("http://", "https://")):
         return Path(file_or_url)
     folder = user_cache()
-    name = PurePosixPath(address.path).name or "file"
+    name = PurePosixPath(file_or_url.partition("?")[0]).name
     path = folder / f"{hashlib.sha256(file_or_url.encode()).hexdigest()[:16]}-{name}"
     if path.is_file():
         return path
