@@ -90,6 +90,10 @@ class Heartbeats:
         """Return True if a rank of this machine is ending because of a fault that has been printed here."""
         return any(self.last[rank].heartbeat.leaving for rank in self.neighbors())
 
+    def name_of(self, rank: int) -> str:
+        """Return a rank's number and, in brackets, its machine and its process."""
+        return f"rank {rank} ({self.last[rank].heartbeat.process})"
+
     def neighbors(self) -> list[int]:
         """Return all ranks of this machine."""
         return [rank for rank, last in enumerate(self.last) if last.heartbeat.process.is_neighbor_of(self.process)]
@@ -153,4 +157,4 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
 
 
 def _names(heartbeats: Heartbeats, ranks: Sequence[int]) -> str:
-    return " and ".join(f"rank {rank} ({heartbeats.last[rank].heartbeat.process})" for rank in ranks)
+    return " and ".join(map(heartbeats.name_of, ranks))

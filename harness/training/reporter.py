@@ -195,7 +195,7 @@ class Reporter:
         if metrics.expert_load is not None:
             shown["experts"] = f"{metrics.expert_load_min:.2f}-{metrics.expert_load_max:.2f}"
         self.console.show(state.global_step, shown)
-        for note in self.slow_ranks.name(metrics.own_seconds, state.global_step):
+        for note in self.slow_ranks.name(metrics.own_seconds, state.global_step, self.world.watchdog.name_of):
             self.console.say(note)
 
     def validation(self, loss: float, by_source: Mapping[str, float], state: TrainState) -> None:
