@@ -244,10 +244,6 @@ class Watchdog:
         """Return True if any rank has a reason to stop, according to the heartbeats received so far."""
         return any(last.heartbeat.stopping for last in self.heartbeats.last)
 
-    def name_of(self, rank: int) -> str:
-        """Return a rank's number and, in brackets, its machine and its process."""
-        return self.heartbeats.name_of(rank)
-
     def stop(self) -> None:
         """Stop sending and checking heartbeats."""
         self._ended.set()

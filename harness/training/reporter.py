@@ -119,9 +119,10 @@ class Reporter:
         self.slow_ranks = SlowRanks()
         self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
         self.skipped_in_a_row = 0  # consecutive skipped steps, as of the last report
-        self._seconds_at_start = dict(self.clock.seconds)
-        # Tokens of the steps that this process has to run.
-        self._tokens = prepared.batches.tokens_before(prepared.position.total_steps - prepared.position.first_step)
+        steps = prepared.position.total_steps - prepared.position.first_step
+        self._last_token = prepared.position.tokens_seen + prepared.batches.tokens_before(steps)
+        self._reports = 0
+        self._second_report = (0, dict(self.clock.seconds))  # tokens seen and seconds by phase
         # Tokens seen and seconds of training at the last report.
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
@@ -181,10 +182,16 @@ class Reporter:
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": used}
         self.record(TrainEvent, state, **given, learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
-        # Estimate the time left from the time per token since this process started, without its setup.
-        seconds_here = sum(clock[phase] - self._seconds_at_start[phase] for phase in clock if phase != "setup")
-        tokens_here = tokens - self.prepared.position.tokens_seen
-        seconds_left = seconds_here * (self._tokens - tokens_here) / max(1, tokens_here)
+        self._reports += 1
+        if self._reports <= 2:
+            # Between these two come the first validation and checkpoint. They compile code, which later ones do not.
+            seconds_per_token = 1 / max(tokens_per_second, 1e-9)
+            self._second_report = (tokens, clock)
+        else:
+            tokens_then, then = self._second_report
+            seconds_since = sum(clock[phase] - then[phase] for phase in clock if phase != "setup")
+            seconds_per_token = seconds_since / max(1, tokens - tokens_then)
+        seconds_left = seconds_per_token * (self._last_token - tokens)
         shown["left"] = tqdm.format_interval(seconds_left)
         if self.clock.price_per_hour is not None:
             so_far = sum(self.clock.spent()["dollars"].values())
@@ -195,7 +202,8 @@ class Reporter:
         if metrics.expert_load is not None:
             shown["experts"] = f"{metrics.expert_load_min:.2f}-{metrics.expert_load_max:.2f}"
         self.console.show(state.global_step, shown)
-        for note in self.slow_ranks.name(metrics.own_seconds, state.global_step, self.world.watchdog.name_of):
+        name_of = self.world.watchdog.heartbeats.name_of
+        for note in self.slow_ranks.name(metrics.own_seconds, state.global_step, name_of):
             self.console.say(note)
 
     def validation(self, loss: float, by_source: Mapping[str, float], state: TrainState) -> None:

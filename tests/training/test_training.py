@@ -101,6 +101,28 @@ def test_the_final_loss_is_that_of_the_last_report(shop: Workshop, interval: int
     assert f"Final train loss: {last:.3f}\n" in result.stdout
 
 
+SLOW_FIRST_VALIDATION = """
+import time
+from harness.training.evaluations import Evaluations
+
+def slow_at_first(self, step, real=Evaluations.validation_loss):
+    time.sleep(0 if step else 3)
+    return real(self, step)
+
+Evaluations.validation_loss = slow_at_first
+"""
+
+
+def test_the_time_left_does_not_count_the_first_validation_again(shop: Workshop) -> None:
+    """On a GPU the first validation compiles for half a minute. If that counted for all steps to come, a run of ten
+    minutes would seem to need hours, and hundreds of dollars. Here it would seem to need a minute more."""
+    shop.add_run("r", train_steps=40, min_train_tokens=None, validation_interval=100, report_interval=1)
+    stdout = shop.train("r", ranks=1, prelude=SLOW_FIRST_VALIDATION).stdout
+    left = [60 * int(minutes) + int(seconds) for minutes, seconds in re.findall(r"tps.* left (\d\d):(\d\d)", stdout)]
+    assert len(left) == 40
+    assert max(left[1:10]) < 12, left
+
+
 def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[InProcess, Path, Result]) -> None:
     shop, run, _ = trained
 
@@ -117,7 +139,7 @@ def test_one_process_without_torchrun(shop: Workshop) -> None:
     rising = "around(FORWARD, lambda original, *a: original(*a) * (1 + Now.step))\n"  # losses rise from the first step
     minutes = "clock = time.perf_counter; time.perf_counter = lambda: clock() + 60 * max(0, Now.step)\n"
     result = shop.train(ranks=1, prelude="import time\nfrom tests.support.faults import *\n" + rising + minutes)
-    assert re.search(r"^global step 9/19  loss .* left 09:\d\d norm ", result.stdout, re.MULTILINE), result.stdout
+    assert re.search(r"^global step 9/19  loss .* left 10:\d\d norm ", result.stdout, re.MULTILINE), result.stdout
     saved = metrics(run, "checkpoint")
     assert [event["global_step"] for event in saved] == [0, 4, 8, 12, 16, 19]
     assert all(event["is_best"] for event in saved)
