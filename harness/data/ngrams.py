@@ -96,8 +96,8 @@ def documents_of(file: TokenFile, eot_token: int) -> Iterator[np.ndarray]:
 
 
 class Overlap(BaseModel):
-    """Numbers of compared documents and 13-grams of a held-out split, and how many of them also occur in the training
-    text."""
+    """Numbers of compared documents and 13-grams of a held-out split, how many of the 13-grams the training text also
+    has, and how many documents have more than half of theirs there."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -93,8 +93,9 @@ class Plan:
         return self.batches.tokens_before(len(self.steps))
 
     def times(self, work: str, interval: int | None) -> int:
-        """Return how often `work` ("validation", "benchmarks" or "checkpoint") is still to be done: at this `interval`
-        of global steps (see `Position.is_due`), and once more if it is unfinished."""
+        """Return how often `work` ("validation", "benchmarks" or "checkpoint") is still to be done. In the remaining
+        steps, it is due at this `interval` (see `Position.is_due`). Work that an earlier process has left undone counts
+        once more."""
         steps = self.steps
         if interval is None:
             return 0

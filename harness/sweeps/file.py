@@ -91,6 +91,8 @@ class Sweep(BaseModel):
                 raise ValueError(
                     f'in "{place}": key "on_end": would run after each run; start its command after sweep_runs.py ends'
                 )
+            if "notify" in keys and place != "set":
+                raise ValueError(f'in "{place}": key "notify": its URL would be in the names of runs; give it in "set"')
         if not self.vary and not self.together:
             raise ValueError('keys "vary" and "together": give at least one of them; derive_run.py makes a single run')
         for key, values in self.vary.items():

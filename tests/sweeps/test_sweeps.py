@@ -166,6 +166,7 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
     [
         ({"vary": {"learning_rat": [1.0]}}, 'in "vary": key "learning_rat": unknown; did you mean "learning_rate"?'),
         ({"set": {"on_end": ["x"]}, "vary": {"random_seed": [1]}}, 'in "set": key "on_end": would run after each run'),
+        ({"vary": {"notify": ["https://x/secret"]}}, 'in "vary": key "notify": its URL would be in the names of runs'),
         ({"set": {"n_layer": 3}, "vary": {"random_seed": [1]}}, 'in "set": key "n_layer": unknown; did you mean "n_l'),
         ({"together": [{"lr": 1.0}]}, 'in "together": key "lr": unknown; did you mean "learning_rate"'),
         (

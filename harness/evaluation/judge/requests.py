@@ -195,7 +195,7 @@ class JudgeClient:
             wait = error.response.headers.get("retry-after")
             return UnavailableError(said + (f"; Retry-After: {self.without_key(wait)}" if wait else ""))
         if status in {401, 403}:
-            return UserError(f"{name}: does not accept the key in {KEY_VARIABLE} ({said}); check the key")
+            return UserError(f"{name}: refuses the key in {KEY_VARIABLE} ({said}); check the key and what it may use")
         problem = "not found" if status == 404 else "rejects the request"
         return UserError(f"{name}: {problem} ({said}); check the judge's name and --base-url")
 
