@@ -48,7 +48,8 @@ class InMirror(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The remaining work of a run. `steps`, and all numbers computed from the steps, require `position`."""
+    """The remaining work of a run. Without a `position`, `steps` fails, and so does what is computed from it, such as
+    tokens and seconds."""
 
     experiment: Experiment
     layout: BatchLayout

@@ -351,7 +351,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a draft folder, which is renamed to `folder` after the body. If the body fails, the draft is removed.
 
     Raises UserError if `folder` is a link, a file, or not empty. Turns an OSError or SafetensorError, also of the body,
-    into a RunError.
+    into a RunError, but not an OSError of that check.
     """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists; give another place, or move it away")

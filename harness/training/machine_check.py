@@ -114,8 +114,8 @@ def report_machine(experiment: Experiment | None, folder: Path) -> None:
 
 @contextmanager
 def naming_the_rank(world: World) -> Iterator[None]:
-    """Context manager that turns RuntimeError and MemoryError into RunError with rank, host and device. If the
-    connection to another rank is lost, raises PeerError or RunError without these."""
+    """Context manager that turns RuntimeError and MemoryError into RunError with rank, host and device. A lost
+    connection to another rank becomes the error of `connection_errors_as_peer_errors` instead."""
     try:
         with connection_errors_as_peer_errors():
             yield
