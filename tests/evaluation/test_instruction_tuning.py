@@ -363,6 +363,8 @@ REFUSED = [
     ("r", "--data data.json --name \udcff --responses-only", ["--name"]),
     ("r", "--data http://127.0.0.1:1/x.json --responses-only", ["127.0.0.1:1", "--data"]),
     ("r", "--data http://[x --responses-only", ["http://[x: cannot be downloaded", "--data"]),
+    ("r", "--data http://127.0.0.1:1/\udcff --responses-only", ["cannot be downloaded", "--data"]),
+    ("r", f"--data http://127.0.0.1:1/{'x' * 300} --responses-only", ["File name too long", "--data"]),
     ("runs/r/model.json other.safetensors", "--data data.json --responses-only", ["not the model's weights"]),
     # Refused before anything is downloaded:
     ("none.json other.safetensors", "--data http://127.0.0.1:1/x.json", ["none.json: no such file"]),

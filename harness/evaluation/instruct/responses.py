@@ -100,10 +100,10 @@ def local_instructions(file_or_url: str) -> Path:
         return Path(file_or_url)
     folder = user_cache()
     name = PurePosixPath(file_or_url.partition("?")[0]).name
-    path = folder / f"{hashlib.sha256(file_or_url.encode()).hexdigest()[:16]}-{name}"
-    if path.is_file():
-        return path
     try:
+        path = folder / f"{hashlib.sha256(file_or_url.encode()).hexdigest()[:16]}-{name}"
+        if path.is_file():
+            return path
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as draft:
             with urllib.request.urlopen(file_or_url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer:
