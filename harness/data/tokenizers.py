@@ -21,7 +21,7 @@ ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")  # the second name is Llama 3's
 TIKTOKEN_SUFFIX = ".tiktoken.json"
 # Text that a lossy tokenizer would change: white space, combining marks and ligatures (normalization), the name of the
 # special token, and characters that have all bytes of UTF-8 among them.
-ALL_BYTES = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x2000)]))
+ALL_BYTES = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)]))
 ROUND_TRIP_PROBE = f"x  a  b\r\n\tE\u0301 \ufb01 日本 \U0001f40d {END_OF_TEXT} {ALL_BYTES} "
 
 
