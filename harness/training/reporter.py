@@ -184,7 +184,7 @@ class Reporter:
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
         self._reports += 1
         if self._reports <= 2:
-            # Between these two come the first validation and checkpoint. They compile code, which later ones do not.
+            # In a new run, the first validation and checkpoint, which compile code, come between these two.
             seconds_per_token = 1 / max(tokens_per_second, 1e-9)
             self._second_report = (tokens, clock)
         else:

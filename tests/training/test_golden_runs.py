@@ -232,7 +232,8 @@ def _recorded() -> dict[str, Any]:
     return json.loads(RECORDED.read_text())
 
 
-# Runs with many settings are quick tests. If one fails, the slow ones find the setting.
+# Runs with many settings are quick tests. If one fails, the slow ones find the setting. Some settings, such as biases
+# and bf16 residuals, are only in slow ones.
 QUICK = {
     "none",
     "all",
