@@ -33,8 +33,6 @@ PIECE = 2**25  # bytes that a download asks for at once, and the most that an in
 NETWORK_SECONDS = 60.0  # of silence, after which a connection counts as failed
 SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY")  # in the names of environment variables
 USER_IN_URL = re.compile(r"(://)(\S*:\S*@|[^/\s]*@)")  # a password can have "/" and "@" in it
-# Address with "?" or "#" before an "@": they can be part of a password, and the "@" can be part of a query.
-QUERY_OR_USER = re.compile(r"(^[^\s:/]*://|://|^)\S*[?#]\S*@\S*")
 OPENING_TRIES = 3
 # In errors by which the store refuses access, if the library has no class of its own for them: of the Hub, for example,
 # a ConnectionError with the text "… 401 Unauthorized".
@@ -249,9 +247,8 @@ def check_url(url: str) -> str:
 
 def printable_url(url: str) -> str:
     """Return a URL, or text that is no URL, without user, password, query and fragment."""
-    url = QUERY_OR_USER.sub(r"\1…", url)
-    url = USER_IN_URL.sub(r"\1", url) if "://" in url else url.rpartition("@")[2]
-    return re.sub(r"[?#].*", "?…", url)
+    url = re.sub(r"[?#].*", "?…", url)
+    return USER_IN_URL.sub(r"\1", url) if "://" in url else url.rpartition("@")[2]
 
 
 def reason_of(error: BaseException) -> str:
@@ -265,7 +262,7 @@ def reason_of(error: BaseException) -> str:
         import huggingface_hub
 
         line = line.replace(huggingface_hub.get_token() or "\0", "***")
-    line = re.sub(r"\?\S+", "?…", USER_IN_URL.sub(r"\1", QUERY_OR_USER.sub(r"\1…", line)))
+    line = USER_IN_URL.sub(r"\1", re.sub(r"\?\S+", "?…", line))
     line = re.sub(r"(?i)((?:signature|token|secret|credential)\w*[=:]\s*)\S+", r"\1***", line)
     return printable(f"{type(error).__name__}: {line[:REASON_CHARACTERS]}".rstrip(": "))
 

@@ -536,8 +536,6 @@ def test_a_run_with_another_dataset_of_the_same_name_is_refused_until_it_is_rest
         ("s3://key:secret@bucket", "must have no credentials"),
         ("s3://key:with/secret@bucket/x", "must have no credentials"),
         ("sftp://me:with@secret@host/x", "must have no credentials"),
-        ("sftp://me:secret?@host/x", "must have no credentials"),
-        ("s3://bucket/x?signature=a:b@secret", "must have no credentials"),
         ("s3://bucket?token=secret", "must have no credentials"),
         ("hf://owner/name", "must be hf://buckets/OWNER/NAME"),
         ("gs://bucket", "uv run --extra gcs"),
