@@ -122,7 +122,7 @@ class Reporter:
         steps = prepared.position.total_steps - prepared.position.first_step
         self._last_token = prepared.position.tokens_seen + prepared.batches.tokens_before(steps)
         self._reports = 0
-        self._second_report = (0, dict(self.clock.seconds))  # tokens seen and seconds by phase
+        self._second_report: tuple[int, dict[str, float]] = (0, {})  # tokens seen and seconds by phase
         # Tokens seen and seconds of training at the last report.
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
@@ -184,7 +184,8 @@ class Reporter:
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
         self._reports += 1
         if self._reports <= 2:
-            # In a new run, the first validation and checkpoint, which compile code, come between these two.
+            # The first validation and checkpoint of a new run come between these two reports. They compile code once,
+            # so their time must not count for the rest of the run.
             seconds_per_token = 1 / max(tokens_per_second, 1e-9)
             self._second_report = (tokens, clock)
         else:
