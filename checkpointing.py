@@ -210,8 +210,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
     """Set the run's links and metrics to the state of the checkpoint `path`, whose meta.json is `meta`. Rank 0 only.
 
-    Moves later results to a folder below `aside/`, and completes what a killed process left undone. Raises RunError or
-    OSError if files cannot be moved or written.
+    Moves later results to a folder below `aside/`, and completes links, metrics and moves that a killed process left
+    unfinished. Raises RunError or OSError if files cannot be moved or written.
     """
     make_aside = cache(run.new_aside)  # makes one folder for all moved files, and only if a file is moved
     run.set_measurements_aside(meta.global_step, make_aside)

@@ -136,8 +136,8 @@ class Trainer:
     def after_step(self, step: int, due: set[str] | None = None) -> None:
         """Do the work that is due after global step `step`.
 
-        `due` names the part that an earlier process has left undone. None: all of it. Raises RunStopped on every rank
-        to end the run early. Raises RunError, perhaps on rank 0 alone, if a file cannot be written or the ranks'
+        `due`, if given, limits the work to the part that an earlier process has left undone. Raises RunStopped on every
+        rank to end the run early. Raises RunError, perhaps on rank 0 alone, if a file cannot be written or the ranks'
         weights differ.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
@@ -221,8 +221,8 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume this many GiB of memory for each process.")
 @click.option("--write", is_flag=True, help="With -f: put the largest size that training accepts into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s, validation not counted.")
-@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s, validation counted.")
+@click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s, not counting validation time.")
+@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: N tokens/s, counting validation time.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: assume N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
 @click.option("--mirror", metavar="URL", help="Use this mirror (docs/mirror.md), not train.json's; 'none': no mirror.")
