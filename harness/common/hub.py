@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class HubWork:
-    """Work on a Hub repository (a download or an upload), and the texts for its error messages."""
+    """One download from a Hub repository or upload to one, and the texts for its error messages."""
 
     name: str  # owner/name
     kind: str  # "dataset" or "model"

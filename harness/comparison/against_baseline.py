@@ -67,7 +67,7 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     """Compare the arm of the run `baseline` with every other arm, by losses of one `Basis`. The `records` must include
     the run `baseline`.
 
-    - Test losses are used if the baseline's arm and another arm have one of the same basis, otherwise the last
+    - Test losses are used if the baseline's arm and another arm have test losses of the same basis, otherwise the last
       validation losses.
     - Of several bases, that of the most runs is used. The result's `notes` have the verdicts on the other bases.
     """

@@ -56,8 +56,8 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
                 known += known_speeds(other, model, train)
     batches = f" in global batches of {sequences:,} sequences" if sequences else ""
     yield from paragraph(
-        f"{name} on other machines: {tokens:,} tokens{batches}. Hours and dollars are without validation and set-up; "
-        "measured ones are also without checkpoints. ddp_train.py -f finds the largest microbatch size that fits."
+        f"{name} on other machines: {tokens:,} tokens{batches}. Hours and dollars are without validation, set-up and, "
+        'if the basis is "measured", checkpoints. ddp_train.py -f finds the largest microbatch size that fits.'
     )
     found: list[tuple[str, float, Machine, KnownSpeed]] = []  # basis, dollars, machine, speed
     reasons: dict[str, list[str]] = {}

@@ -310,7 +310,7 @@ def _measurements(
     not count. If the number of the chosen result is not known, its basis has no measurement.
 
     - The result of the best checkpoint is used, else of the latest.
-    - If neither was measured, that of the highest step is used, but not for a finished run.
+    - If neither was measured, the result of the highest step is used, unless the run has finished.
     - Of several results of one checkpoint, the newest is used.
     - Results of checkpoints in aside/ do not count.
     """
@@ -320,8 +320,8 @@ def _measurements(
     is_old = steps is not None and record.latest is not None and not record.latest.endswith(f"-iteration-{steps - 1}")
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
-        """Return True if `weights` are those of the checkpoint `link`. If `link` is None or `is_old` is true, compare
-        the global step of `weights` with `step` instead, or return `recorded` if one of the two steps is unknown."""
+        """Return True if `weights` are those of the checkpoint `link`. If `link` is None or `is_old` is true, steps are
+        compared instead: the global step of `weights` with `step`. If one of them is unknown, return `recorded`."""
         if link is not None and not is_old:
             return weights.checkpoint == link
         return recorded if step is None or weights.global_step is None else weights.global_step == step

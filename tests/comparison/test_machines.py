@@ -53,7 +53,7 @@ def test_the_table_of_the_notebooks_first_run(tmp_path: Path) -> None:
         ]
         assert [float(row[-3]), float(row[-2])] == pytest.approx([COSTS[name][-1] / 3600, COSTS[name][-2]], abs=0.005)
     text = text_of(run, *SHIPPED)
-    assert "Hours and dollars are without validation and set-up; measured ones are also without checkpoints" in text
+    assert 'Hours and dollars are without validation, set-up and, if the basis is "measured", checkpoints' in text
     assert "8x H100 80 GiB: speed reported for 8xh100m80, microbatch 27" in text
     assert "2x H100 80 GiB: inconclusive, because no speed of this run's model and kernels is known there" in text
     assert "Prices of 2025-12-05: Lambda" in text
