@@ -101,8 +101,8 @@ class BatchSchedule:
     def num_steps(self, wanted: int, available: int) -> int:
         """Return the smallest number of steps that read at least `wanted` tokens; for -1, the largest possible number.
 
-        `available` is the number of tokens from the starting token on, in all passes over the data. One token more is
-        needed than the steps read as inputs. Raises UserError if too few are available; for -1, too few for one step.
+        `available` is the number of tokens from the starting token on, in all passes over the data. To read n input
+        tokens, n + 1 must be available. Raises UserError if too few are available; for -1, too few for one step.
         """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1
@@ -174,7 +174,7 @@ class TokenLoader:
 
     def microbatch(self, index: int, *, windows: int | None = None) -> Microbatch:
         """Return microbatch number `index`. `windows` is the number of windows in all microbatches together; None: no
-        limit. Copies of the last window fill up the last microbatch, and do not count."""
+        limit. Copies of the last window fill up the last microbatch; its `counted` leaves them out."""
         length, starts, counted = self.layout.context_length, self.starts(index), None
         if windows is not None and windows < (index + 1) * len(starts):
             counted = windows - index * len(starts)

@@ -97,7 +97,7 @@ def documents_of(file: TokenFile, eot_token: int) -> Iterator[np.ndarray]:
 
 class Overlap(BaseModel):
     """Numbers of compared documents and 13-grams of a held-out split, how many of the 13-grams the training text also
-    has, and how many documents have more than half of theirs there."""
+    has, and how many documents have more than half of their 13-grams in it."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -71,8 +71,8 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> list[str]:
     """Return the text to train a tokenizer on, in pieces: the beginnings of the files that `source.sampled` chooses.
 
-    Documents that `hold_out` will choose are left out if the sample is the whole text, without --exclude,
-    --max-documents or --max-tokens. In all other cases, held-out text may be in the sample.
+    If the sample is the whole text, and --exclude, --max-documents and --max-tokens are not given, documents that
+    `hold_out` will choose are left out. In all other cases, held-out text may be in the sample.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS

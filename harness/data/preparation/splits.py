@@ -191,7 +191,7 @@ def _token_at(stream: TokenStream, place: int, lengths: np.ndarray) -> int:
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
     """Return the first position from `start` on that follows the end of a line or of a document, or `start` if none is
-    within LINE_END_SEARCH tokens. A position with only white space after it does not count."""
+    within LINE_END_SEARCH tokens. A position does not count if the rest of the stream is white space."""
     first = max(0, start - 1)
     tokens = stream.read(first, LINE_END_SEARCH + start - first).tolist()
     texts = ["\n" if token == tokenizer.eot_token else tokenizer.decode([token]) for token in tokens]
