@@ -124,7 +124,7 @@ class WorkFolder:
     def open(self) -> None:
         """Create the folder, or reuse the folder of an interrupted process, and lock it until this process ends. Undo
         or complete a `put_in_place` that was interrupted. Raises UserError if the folder cannot be created, if another
-        process works in it, or if it was not made by this tool."""
+        process works in it, or if it was not made by this tool. Raises RunError if its lock file cannot be written."""
         if self.path.is_symlink():
             raise UserError(f"{self.path}: is a link, and files behind it would be deleted; remove the link")
         with os_errors_as(UserError, f"{self.path}: cannot make this folder"):
