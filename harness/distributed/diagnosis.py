@@ -87,7 +87,7 @@ class Heartbeats:
             last.at = now
 
     def is_fault_told(self) -> bool:
-        """Return True if a rank of this machine is ending because of a fault that has been printed here."""
+        """Return True if a rank of this machine is ending because of a fault that has been printed on this machine."""
         return any(self.last[rank].heartbeat.leaving for rank in self.neighbors())
 
     def name_of(self, rank: int) -> str:
@@ -128,7 +128,7 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
     if (seconds := now - heartbeats.contact) > silent and last[0].gone_since is None:
         store = last[0].heartbeat.process
         if not store.is_neighbor_of(heartbeats.process):
-            return Fault(f"no connection to rank 0's machine ({store.host}) for {seconds:.0f} s", [0])
+            return Fault(f"no answer from rank 0's machine ({store.host}) for {seconds:.0f} s", [0])
         return Fault(f"{_names(heartbeats, [0])}, or its torchrun, gave no answer for {seconds:.0f} s: frozen", [0])
     # Silence is counted up to the store's last answer, because without the store no heartbeat can arrive.
     quiet = [

@@ -148,9 +148,7 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
 
     def wait_a_moment(absent: int) -> None:
         if time.monotonic() > deadline:
-            raise RunError(
-                f"rank {absent} has not joined the others in time; look for an error of that rank or its machine"
-            )
+            raise RunError(f"rank {absent} has not answered in time; look for an error of that rank or its machine")
         time.sleep(POLL_SECONDS)
 
     if rank != 0:

@@ -143,7 +143,7 @@ class DeviceMark:
         self._event.record()
 
     def __call__(self) -> bool:
-        """Return True once the device has reached the event. Any thread may call this."""
+        """Return True if the device has reached the event. Any thread may call this."""
         # the current device is per thread, and the default one may belong to another rank
         self._cuda.set_device(self._device)
         try:

@@ -224,8 +224,8 @@ class World:
 
 
 def _peer_error(reason: str) -> PeerError:
-    """Return the error for a rank that has been told why another one fails. If the watchdog speaks first, it prints the
-    reason, too."""
+    """Return the error for a rank that has been told why another one fails. If the watchdog reports a fault first,
+    its message includes `reason`."""
     EXIT.peer_reason = reason
     return PeerError(reason)
 

@@ -87,7 +87,7 @@ class Scorer:
         ]
 
     def _score_batch(self, batch: list[list[Window]]) -> list[Likelihood]:
-        """Return the likelihoods of the windows in `batch`, row by row. The windows of a row have the same inputs."""
+        """Return the likelihoods of all windows in `batch`, row by row. A row has windows with the same inputs."""
         device = next(self.model.parameters()).device
         lengths = [len(row[0].inputs) for row in batch]
         padded = [[*row[0].inputs, *[0] * (max(lengths) - len(row[0].inputs))] for row in batch]

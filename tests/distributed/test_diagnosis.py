@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {
         Fault(f"rank 1 (another, pid 1) gave no sign for 10 s: {SILENT}", [1]),
     ),
     "no contact to anybody": case(
-        [idle(4), idle(4)], (0, 0), 11, Fault("no connection to rank 0's machine (another) for 11 s", [0])
+        [idle(4), idle(4)], (0, 0), 11, Fault("no answer from rank 0's machine (another) for 11 s", [0])
     ),
     "no contact to the neighbor that has the store": case(
         [HOME, HOME], (0, 0), 11, Fault(f"rank 0 ({HERE}), or its torchrun, gave no answer for 11 s: frozen", [0])

@@ -44,7 +44,7 @@ def test_a_start_that_ended_while_its_ranks_met(there: range) -> None:
     """If only some ranks of a start have joined, they raise RunError, and all ranks of the next start still agree on
     one id."""
     store = HashStore()
-    with pytest.raises(RunError, match=r"rank [02] has not joined the others in time"):
+    with pytest.raises(RunError, match=r"rank [02] has not answered in time"):
         agree(store, there, timeout=0.3)
     assert len(set(agree(store))) == 1
 
