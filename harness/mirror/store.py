@@ -188,7 +188,7 @@ class Mirror:
 
     def modified(self, path: str) -> float | None:
         """Return the time at which a file was written, in seconds since 1970 by the store's own clock, or None if the
-        store does not say."""
+        file is missing or the store does not say."""
         fs, file = self._fs, self._at(path)
         with suppress(FileNotFoundError, NotImplementedError):
             time_of_store = fs.info(file).get("uploaded_at") or fs.modified(file)
@@ -269,7 +269,7 @@ def reason_of(error: BaseException) -> str:
 
 def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
     """Return a mirror after a trial: with `writes`, a file is written and deleted; otherwise the folder is listed.
-    Raises UserError if the URL or the credentials are wrong, and RunError if the store does not answer."""
+    Raises UserError if URL or credentials are wrong or a library is missing, and RunError for any other failure."""
     mirror = Mirror(url, run_name)
     for left in reversed(range(OPENING_TRIES)):
         try:
