@@ -39,7 +39,7 @@ class Position:
         return self.total_steps - 1
 
     def is_due(self, step: int, interval: int | None) -> bool:
-        """Return True if work is due after the global step `step`: after multiples of `interval`, such as 0, and after
+        """Return True if work is due after the global step `step`: if `step` is 0, another multiple of `interval`, or
         the last step. If `interval` is None, work is never due."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
@@ -75,7 +75,7 @@ def find_unfinished_work(config: TrainConfig, position: Position, meta: Checkpoi
     done.
 
     An interrupted evaluation leaves such work, and so does a change of settings that makes this step the last one.
-    If such a change leaves any work, the names include "checkpoint", even if the step already has a planned checkpoint.
+    If such a change leaves any work, the names include "checkpoint", even if the step has one, saved at an interval.
     """
     if meta is None:
         return set()
@@ -157,7 +157,7 @@ def changes_of_result(
     """Return the changes since a checkpoint that can affect the training loss: "key: old -> new after global step N".
 
     `train` is train.json now. `here` has today's values of keys of meta.json, such as `device`. A value that the
-    checkpoint does not record counts as unchanged. `last_step` is the last global step by today's budget.
+    checkpoint does not record counts as unchanged. `last_step` is the run's last global step under today's budget.
     """
     ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *IRRELEVANT_TO_LOSSES}
     ignored -= {"residual_precision"}  # affects the speed, but changes the losses by more than rounding errors

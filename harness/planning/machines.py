@@ -68,8 +68,8 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
 
     1. `given`, if no listed machine has this price
     2. the price of a listed machine with `gpus` GPUs of the kind `device`
-    3. `given` for each machine needed, if the first listed one with this price has GPUs of that kind, or if `device` is
-       None (unknown)
+    3. `given` times the number of machines needed, if the first listed machine with this price has GPUs of that kind,
+       or if `device` is None (unknown)
     """
     machines = read_machines()
     priced = next((each for each in machines if each.price_per_hour == given), None)

@@ -128,8 +128,8 @@ class Plan:
         return self.times("checkpoint", self.config.checkpoint_every)
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of one checkpoint on disk in bytes, of which OTHER_BYTES are assumed. A tied matrix is in it
-        twice, under both names."""
+        """Return the size of one checkpoint on disk in bytes. A tied matrix is in it twice, under both names. Besides
+        weights and optimizer state, OTHER_BYTES are assumed."""
         model = self.experiment.model
         weights = WEIGHT_BYTES * sum(math.prod(shape) for shape in model.tensor_shapes().values())
         return weights + optimizer_state_bytes(self.config, model) + OTHER_BYTES

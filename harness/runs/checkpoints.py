@@ -198,7 +198,7 @@ def point(folder: Path, link: str, target: Path) -> None:
 
 
 def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> tuple[Path, CheckpointMeta] | None:
-    """Return the path and the meta.json of the checkpoint to resume from, or None. `choose_start` explains `name` and
+    """Return the path and the meta.json of the checkpoint that `choose_start` returns for `name`, or None if it returns
     None.
 
     With `verify`, the checkpoint's hashes are verified. The caller must then hold the run's lock, because drafts of
