@@ -297,7 +297,7 @@ class TrainConfig(RunFile):
         return " + ".join(self.dataset_weights)
 
     def seed_of(self, use: Literal["init", "data", "dropout"]) -> int:
-        """Return the seed of the initial weights, of the order of the windows or of dropout."""
+        """Return the seed of `use`: the initial weights ("init"), the order of the windows ("data") or dropout."""
         own: int | None = getattr(self, f"{use}_seed")
         return self.random_seed if own is None else own
 
@@ -339,7 +339,7 @@ class TrainConfig(RunFile):
     @property
     def global_batches(self) -> list[int]:
         """Sizes of the global batches, in sequences over all ranks; several for a ramp. The list is empty if train.json
-        gives accumulation steps instead."""
+        gives neither `global_batch_size` nor `batch_ramp`."""
         if self.batch_ramp:
             return [size for _, size in self.batch_ramp]
         return [] if self.global_batch_size is None else [self.global_batch_size]

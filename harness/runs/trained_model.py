@@ -193,7 +193,7 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
 
 
 def split_checkpoint(word: str) -> tuple[str, str | None]:
-    """Split RUN:CHECKPOINT into the run and the checkpoint, which is None if there is none. RUN may be a path."""
+    """Split RUN[:CHECKPOINT] into the run and the checkpoint; None: no checkpoint is named. RUN may be a path."""
     name, colon, checkpoint = word.rpartition(":")
     return (name, checkpoint) if colon and "/" not in checkpoint else (word, None)
 
@@ -324,8 +324,8 @@ def _place_in_run(weights: Path) -> _PlaceInRun | None:
 
 
 def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun | None:
-    """Return the run's checkpoint of this name (IMPORTED: the imported weights), or None if it has no weights with the
-    SHA-256 `digest`. Raises UserError if `checkpoint` is no valid name, and OSError if the weights cannot be read."""
+    """Return the run's checkpoint of this name (IMPORTED: imported weights) if its weights have the SHA-256 `digest`,
+    else None. Raises UserError if `checkpoint` is no valid name, and OSError if the weights cannot be read."""
     weights = run.checkpoints / check_name(checkpoint, "checkpoint") / WEIGHTS
     if checkpoint == IMPORTED:
         weights = run.path / WEIGHTS
@@ -350,8 +350,8 @@ def warned_if_not_kept() -> Iterator[None]:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a draft folder, which is renamed to `folder` after the body. If the body fails, the draft is removed.
 
-    Raises UserError if `folder` is a link, a file, or not empty. Turns an OSError or SafetensorError, also of the body,
-    into a RunError, but not an OSError of that check.
+    Raises UserError if `folder` is a link, a file, or not empty. After this check, turns an OSError or SafetensorError,
+    also of the body, into a RunError.
     """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists; give another place, or move it away")

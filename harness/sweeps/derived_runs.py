@@ -123,8 +123,7 @@ def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
 
 
 def unknown_key(keys: Iterable[str]) -> str | None:
-    """Return a message about the first of `keys` that is no key of model.json or train.json, or None if there is no
-    such key."""
+    """Return a message about the first of `keys` that is no key of model.json or train.json, or None if all are."""
     key = next((key for key in keys if key not in MODEL_KEYS and key not in TRAIN_KEYS), None)
     if key is None:
         return None
@@ -154,7 +153,7 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
     """Return a run called `name` with the settings of `base`, updated by `changes`. Nothing is written.
 
     - A change to None removes a key: its default applies.
-    - A value for a key of ALTERNATIVES removes its alternatives. A value for `depth` removes the keys that it sets.
+    - A value for a key of ALTERNATIVES removes its alternatives. A value for `depth` removes the keys set by `depth`.
     - `on_end` is not inherited.
     - An inherited relative path of `initial_weights` still leads to the same place.
 
@@ -197,8 +196,8 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
     - Keys in `changes` are never fitted.
     - Nothing is fitted if `changes` name no dataset, or if a train split is missing in `datasets_dir`.
 
-    Raises UserError if `name`, a key or a value is invalid, or if `check_startable` or `check_validation_slice` refuses
-    the fitted run.
+    Raises UserError if `name`, a key, a value or a dataset is invalid, or if `check_startable` or
+    `check_validation_slice` refuses the fitted run.
     """
     run = derive(base, name, changes)
     weights = run.train_config.dataset_weights

@@ -170,8 +170,8 @@ class SweepRuns:
     max_dollars: float | None = None
 
     def missing(self) -> list[DerivedRun]:
-        """Return the runs whose folders do not exist yet. Raises UserError if `check_startable` refuses one of these
-        runs, or if something else is at the path of a run."""
+        """Return the runs whose folders do not exist yet. Raises UserError as `DerivedRun.is_made` does, or if
+        `check_startable` refuses one of these runs."""
         found = [run for run in self.runs if not run.is_made()]
         for run in found:
             with explained(f"{self.path}: makes "):
@@ -209,6 +209,6 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
         twin = runs.setdefault(json.dumps(run.settings), run)
         if twin is not run:
             raise UserError(
-                f"{path}: makes {twin.name} and {run.name}, which would be the same run; remove one of their values"
+                f"{path}: makes {twin.name} and {run.name}, which would be the same run; remove the value of one run"
             )
     return SweepRuns(path, name, list(runs.values()), sweep.max_hours, sweep.max_dollars)

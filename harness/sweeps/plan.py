@@ -146,8 +146,8 @@ class Planner:
         self.speeds: dict[str, PlannedSpeed] = {}  # by shape; cleared after each run, which may measure a speed
 
     def plan(self, run: DerivedRun) -> RunPlan:
-        """Plan the remaining work of a run. Raises UserError if `check_together` or `checked_plan` refuses the run, or
-        for an unknown --assume-device."""
+        """Plan the remaining work of a run. Raises UserError as `check_together`, `checked_plan` and `plan_speed` do,
+        or if the run's train.json is damaged."""
         run = run.as_made()
         experiment = run.experiment(self.datasets_dir)
         with explained(f"{run.name}: "):

@@ -119,7 +119,7 @@ def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, 
     - the seconds for which sweeps have used the machine
 
     The last two count overlapping time once. Training outside of sweeps adds to the dollars, but not to the seconds,
-    unless `earlier_attempts` takes it for part of a killed sweep. Raises UserError if a sweep.log has a date that does
+    unless `earlier_attempts` counts it as part of a killed sweep. Raises UserError if a sweep.log has a date that does
     not exist.
     """
     by_run: dict[str, float] = {}
@@ -215,8 +215,8 @@ class SweepRunner:
         self._said_waiting: set[str] = set()
 
     def run(self) -> None:
-        """Train the runs, until all have ended, or a signal, `max_dollars` or `max_hours` has stopped them. Handles the
-        signals that ask a process to stop."""
+        """Train the runs until all have ended, or until a signal, `max_dollars` or `max_hours` has stopped them.
+        Handles the signals that ask a process to stop."""
         handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
         while self.attempts or (self.waiting and self.stop_reason is None):
