@@ -33,7 +33,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
     type=click.IntRange(1, 100),
     default=5,
     show_default=True,
-    help="Largest number of requests for one valid judgment, and of tries of each request.",
+    help="Largest number of requests for one valid judgment, and of tries to get a reply to each request.",
 )
 @click.option(
     "--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds to wait for the answer to a request."

@@ -80,14 +80,14 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     default="seeded",
     show_default=True,
     help="seeded: hold out documents drawn with a fixed seed, or the end of the text if a split would get no document. "
-    "given: hold out the last documents; fractions then count documents (tokens if a split would have none).",
+    "given: hold out the last documents; fractions are then of documents (of tokens if a split would get no document).",
 )
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
     help="Shuffle all training documents with this seed. If the end of the text or the last documents are held out "
-    "(see --split-order), shuffle all documents first. Without a seed, a text of up to 16,384 documents is "
-    "shuffled, a longer one in part, and none if its end is held out or with --split-order given.",
+    "(see --split-order), shuffle all documents before that. Without a seed, a text of up to 16,384 documents is "
+    "shuffled and a longer one in part, but no text whose end is held out, and none with --split-order given.",
 )
 @click.option(
     "--exclude",
@@ -188,8 +188,8 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
 
 
 def check_special_tokens(names: Sequence[str], vocab_size: int | None) -> None:
-    """Raise UserError if one of `names` is repeated, empty or end-of-text, or if a new tokenizer with `vocab_size`
-    tokens has no room for them (None: no new tokenizer is trained)."""
+    """Raise UserError if one of `names` is repeated, empty or end-of-text, if `vocab_size` is None (no new tokenizer is
+    trained), or if a new tokenizer with `vocab_size` tokens has no room for them."""
     from harness.data.tokenizers import END_OF_TEXT
 
     if vocab_size is None:

@@ -373,9 +373,9 @@ def largest_that_fits(
 
 
 def largest_with_data(experiment: Experiment, world: World, data: TrainingData) -> int:
-    """Return an upper limit of the microbatch, in sequences, that the train split and train.json's global batches set.
-    Raises UserError if the split is too short for microbatches of 1 sequence, or if a global batch is not a multiple of
-    the number of ranks."""
+    """Return the largest microbatch, in sequences, for which the train split and train.json's global batches are large
+    enough. Raises UserError if the split is too short for microbatches of 1 sequence, or if a global batch is not a
+    multiple of the number of ranks."""
     config = experiment.config
     # All passes that `epochs` allows count. The last token is only a target, so it is subtracted below.
     there = experiment.available_tokens(data.lengths("train"))

@@ -24,7 +24,7 @@ EPSILON = 1e-7
 
 def orthogonalize(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an approximation of U·Vᵀ for each of G matrices X = U·S·Vᵀ (singular value decomposition), in `dtype`. A
-    matrix of zeros stays zero. M should be at most N, for speed."""
+    matrix of zeros stays zero. For speed, matrices should have no more rows (M) than columns (N)."""
     a, b, c = COEFFICIENTS
     x_GxMxN = matrices_GxMxN.to(dtype)
     norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)

@@ -127,8 +127,8 @@ class Reporter:
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
-        """Print the number of steps to do, and the tokens of a step. For a new run, also print its size, devices and
-        precision. With `saved`, the checkpoint from which the run continues, also print what has changed since."""
+        """Print the number of steps to do, and the tokens of a step. For a new run, also print the model's size,
+        devices and precision. With `saved`, the checkpoint to continue from, also print what has changed since."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"
