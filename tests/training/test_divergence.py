@@ -16,7 +16,8 @@ from harness.runs.checkpoint_meta import TrainState, read_meta, write_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.summary import read_summary
 from harness.sweeps.derived_runs import write_runs
-from tests.support.launch import Workshop, metrics
+from tests.support.in_process import InProcess
+from tests.support.launch import metrics
 from tests.support.same_end import assert_same_end
 from tests.support.straight import FAULTS
 from tests.support.sweeping import load, sweep_command
@@ -104,7 +105,7 @@ def test_text_that_becomes_harder_ends_no_run_that_improves() -> None:
 
 # A learning rate that rises far too high, in a warm-up that is longer than the run.
 RISING: dict[str, Any] = {
-    "min_train_tokens": 128 * 160,
+    "min_train_tokens": 64 * 160,
     "learning_rate": 1.0,
     "warmup_steps": 160,
     "report_interval": 1,
@@ -113,22 +114,22 @@ RISING: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    made = Workshop(tmp_path_factory.mktemp("divergence"))
+def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
+    made = InProcess(tmp_path_factory.mktemp("divergence"))
     made.add_dataset(tokens=60_000)
     made.add_run("to-the-end", **RISING, stop_if_diverged=False)
-    made.train("to-the-end")
+    made.train_here("to-the-end")
     made.add_run("ended", **RISING)
-    made.train("ended", expect=4)
+    made.train_here("ended", expect=4)
     return made
 
 
-def copy_of_ended(shop: Workshop, name: str) -> Path:
+def copy_of_ended(shop: InProcess, name: str) -> Path:
     return Path(shutil.copytree(shop.runs / "ended", shop.runs / name, symlinks=True))
 
 
 @pytest.mark.fault("a loss that has long been far above its lowest", "ends with a checkpoint and exit status 4")
-def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
+def test_a_run_that_diverges_ends_with_a_checkpoint(shop: InProcess) -> None:
     run = shop.runs / "ended"
     again = copy_of_ended(shop, "again")
     last = metrics(run)[-1]["global_step"]
@@ -136,28 +137,30 @@ def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
     best = min(metrics(run, "validation"), key=lambda each: each["loss"])
     assert (run / "checkpoints" / "best").resolve().name.endswith(f"-iteration-{best['global_step']}")
     assert RunRecord.read(RunDirectory(run)).state.word == "diverged"
-    repeated = shop.train("again", expect=4)
+    repeated = shop.train_here("again", expect=4)
     cause = "stop_if_diverged (the training loss has been far above its lowest value since about step"
     assert f"stopped by {cause}" in repeated.stderr
     assert metrics(again)[-1]["global_step"] == last + 1, "the same command spends no more than a step"
 
 
 @pytest.mark.slow
-def test_reports_of_validations_alone_suffice(shop: Workshop) -> None:
-    shop.add_run("rare", **RISING | {"report_interval": 200, "validation_interval": 2})
+def test_reports_of_validations_alone_suffice(shop: InProcess) -> None:
+    """Two ranks end together."""
+    rare = {"min_train_tokens": 2 * RISING["min_train_tokens"], "report_interval": 200, "validation_interval": 2}
+    shop.add_run("rare", **RISING | rare)
     shop.train("rare", expect=4)
 
 
-def test_it_ends_at_once_if_only_a_validation_was_interrupted(shop: Workshop) -> None:
+def test_it_ends_at_once_if_only_a_validation_was_interrupted(shop: InProcess) -> None:
     run = copy_of_ended(shop, "validated")
     latest, last = (run / "checkpoints" / "latest").resolve(), metrics(run)[-1]["global_step"]
     write_meta(latest, read_meta(latest).model_copy(update={"validation_due": True}))
     shop.add_run("validated", **RISING | {"validation_interval": last})
-    shop.train("validated", expect=4)
+    shop.train_here("validated", expect=4)
     assert metrics(run)[-1]["global_step"] == last
 
 
-def test_a_sweep_takes_it_as_a_result(shop: Workshop) -> None:
+def test_a_sweep_takes_it_as_a_result(shop: InProcess) -> None:
     """No run is started, and the sweep is at its end."""
     shop.add_run("base", **RISING)
     made = load(shop, vary={"random_seed": [1]})
@@ -170,19 +173,19 @@ def test_a_sweep_takes_it_as_a_result(shop: Workshop) -> None:
     assert not (shop.runs / "s-seed1" / "sweep.log").exists()
 
 
-def test_it_continues_to_the_same_end_if_that_is_asked_for(shop: Workshop) -> None:
+def test_it_continues_to_the_same_end_if_that_is_asked_for(shop: InProcess) -> None:
     run = copy_of_ended(shop, "continued")
     shop.add_run("continued", **RISING, stop_if_diverged=False)
-    shop.train("continued")
+    shop.train_here("continued")
     assert_same_end(shop.runs / "to-the-end", run)
     assert read_summary(run / "summary.json").has_diverged
 
 
 @pytest.mark.slow
-def test_a_stop_before_the_end_changes_nothing(shop: Workshop) -> None:
+def test_a_stop_before_the_end_changes_nothing(shop: InProcess) -> None:
     """The level is part of a checkpoint: a run that was stopped twice ends at the same step."""
     run = shop.add_run("interrupted", **RISING)
     for step in (40, metrics(shop.runs / "ended")[-1]["global_step"] - 5):
-        shop.train("interrupted", prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step={step})", expect=143)
-    shop.train("interrupted", expect=4)
+        shop.train("interrupted", ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step={step})", expect=143)
+    shop.train("interrupted", ranks=1, expect=4)
     assert_same_end(shop.runs / "ended", run)
