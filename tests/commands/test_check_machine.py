@@ -129,7 +129,8 @@ check.{place} = fail
 TRAINING = "from harness.training.step import OptimizerStep\nOptimizerStep.accumulate"
 
 
-@pytest.mark.parametrize("place", ["check.wait_for", pytest.param(TRAINING, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["check.wait_for", TRAINING])
 def test_a_device_that_hangs_is_named(shop: Workshop, place: str) -> None:
     shop.environment["COLLECTIVE_TIMEOUT_SECONDS"] = "3"
     prelude = f"import time\n{place} = lambda *arguments: time.sleep(600)\n"

@@ -308,6 +308,7 @@ def test_secrets_stay_in_the_environment(bench: Bench, tmp_path: Path) -> None:
         assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a hostile network", "the ranks of a single machine listen on its loopback interface alone")
 def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
     """Ranks listen on the loopback interface alone. Under the real torchrun the store is torch's own, and with

@@ -202,6 +202,7 @@ def test_disk_full_at_the_lock(shop: Workshop) -> None:
             assert_same_end(shop.runs / "straight", run)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("disk full for the chart", "a warning with the file's name; training continues")
 def test_disk_full_for_the_chart(shop: Workshop) -> None:
     run = shop.add_run("chart", **SETTINGS)

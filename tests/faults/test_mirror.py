@@ -77,6 +77,7 @@ def at_operations(place: str, fault: str, value: object) -> str:
     return SLOWLY + faulty_store.HASTE + STORE.format(fault=f"{fault}({value!r})")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "killed at each operation of an upload, and the disk lost",
     "at each of over 200 reads and writes of the store, or in the middle of a write: the same command on a new machine "
@@ -86,7 +87,7 @@ def at_operations(place: str, fault: str, value: object) -> str:
     "killed at each operation of a save, and the disk lost",
     "while the checkpoint before may still be uploading: the same end on a new machine",
 )
-@pytest.mark.parametrize("place", ["store", pytest.param("save", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["store", "save"])
 def test_killed_at_each_operation(shop: Workshop, exhaustive: bool, place: str) -> None:
     add_machine(shop, f"{place}-dry")
     log = shop.path / f"{place}-operations"

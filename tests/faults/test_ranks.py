@@ -56,6 +56,7 @@ EVERY_INFECTION = [
 FEW_INFECTIONS = [Infection("inf", 1, 2, "fp32"), Infection("nan", 0, 2, "fp16"), Infection("nan", 2, 3, "bf16")]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a gradient that is not finite", "all ranks skip that step alone, and the metrics count it")
 def test_some_infected_gradients(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     """Steps with a gradient that is not finite are skipped. The run reaches its end if fewer than `max_skipped_steps`

@@ -120,6 +120,7 @@ def test_long_steps(shop: Workshop) -> None:
     assert assert_stopped(run, result, signal.SIGTERM, SETTINGS["validation_interval"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.fault("hundreds of signals", "one orderly stop; the handler calls no function")
 def test_many_signals(shop: Workshop, straight: Path) -> None:
     """The signal handler calls no function. If it called a collective inside another collective, both ranks would hang,

@@ -37,7 +37,10 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     ("key", "jump", "step"),
     [
         ("max_hours", "before(STEP, two_hours_later, rank=1, step=7)", 8),  # the exchange of step 8 was under way
-        ("max_dollars", "if own_rank() == 0: after_first_evaluated(two_hours_later, step=10)", 10),
+        pytest.param(
+            *("max_dollars", "if own_rank() == 0: after_first_evaluated(two_hours_later, step=10)", 10),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_stops_with_a_checkpoint_and_goes_on_to_the_same_end(
@@ -108,6 +111,7 @@ def test_a_start_up_that_outlasts_the_ceiling_is_no_earlier_process(tmp_path: Pa
     first.attempt().refuses('key "max_hours": start-up alone has reached 1e-09')
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a ceiling is reached while a continued run starts", "its seconds are recorded, so that the next start is refused"
 )

@@ -225,7 +225,10 @@ def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], worksh
 
 @pytest.mark.parametrize(
     ("ranks", "batches", "found", "written"),
-    [(2, '"batch_ramp": [[0, 8], [100, 12]]', 4, 2), (1, '"global_batch_size": 4', 4, 4)],
+    [
+        pytest.param(2, '"batch_ramp": [[0, 8], [100, 12]]', 4, 2, marks=pytest.mark.slow),
+        (1, '"global_batch_size": 4', 4, 4),
+    ],
 )
 def test_write_changes_one_number_and_nothing_else(
     tmp_path: Path, ranks: int, batches: str, found: int, written: int

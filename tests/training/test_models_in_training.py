@@ -142,6 +142,7 @@ def test_experts_are_balanced_by_this_much(shop: InProcess, active: int, train: 
         assert f"\nbalancing loss   x {weight:g} " in plan.stdout, plan.stderr
 
 
+@pytest.mark.slow
 def test_half_precision_ends_near_fp32(trained: Trained) -> None:
     """The final loss in bf16 is within 0.03 of fp32's. Rounding may route a token to another expert if two scores are
     nearly equal, so the losses are close but not equal."""

@@ -116,6 +116,7 @@ def test_a_rank_that_torchrun_stops_because_another_failed_has_failed(shop: Work
     assert endings(run) == ["failed busy"]
 
 
+@pytest.mark.slow
 def test_it_runs_without_the_launchers_variables(shop: Workshop) -> None:
     """A command of this program in it would take itself for a rank of the job that has ended."""
     run = shop.add_run("clean", **SHORT | {"on_end": ["sh", "-c", 'env > "$DDP_PRETRAIN_DIRECTORY/ended"']})
@@ -179,6 +180,7 @@ def test_its_output_needs_no_reader(shop: Workshop) -> None:
     assert endings(run) in (["stopped"], ["finished"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error_output", ["os.open('/dev/full', os.O_WRONLY)", "full_pipe()"])
 def test_it_runs_if_standard_error_cannot_be_written(shop: Workshop, error_output: str) -> None:
     """The log is on a full disk, or the terminal is paused."""
@@ -200,6 +202,7 @@ os.dup2({error_output}, 2)
     assert endings(run)[-1:] == ["finished unread"]
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_or_does_not_exist(shop: Workshop) -> None:
     run = shop.add_run("wrong", **SHORT | {"on_end": ["false"]})
     done = shop.train("wrong")
@@ -256,6 +259,7 @@ def test_messages_of_a_run(shop: Workshop, listener: tuple[str, list[dict[str, A
     assert "secret-token" not in "".join([*texts, outputs.stdout, outputs.stderr, outputs2.stdout, shown])
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a `notify` that refuses or is not there", "a warning without the URL; the run and `on_end` go on")
 def test_a_url_that_refuses_or_does_not_answer_changes_nothing(
     shop: Workshop, listener: tuple[str, list[dict[str, Any]]]

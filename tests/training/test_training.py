@@ -186,6 +186,7 @@ builtins.open = io.open = open_here
 """
 
 
+@pytest.mark.slow
 def test_training_and_measuring_without_what_only_linux_has(shop: Workshop) -> None:
     run = shop.add_run(min_train_tokens=256)
     replace(shop, draws=True).train(ranks=1, prelude=LIKE_MACOS)
