@@ -127,8 +127,9 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, object] | None) -> Plan:
     """Return the training that a value of --predict names.
 
-    `text` is this value: a run's name, or for example `parameters=1e9,tokens=2e10`. `cost` and `trained_on` are those
-    of the fitted Points. Raises UserError if the text or the run is wrong, or if the law does not hold for the run.
+    `text` is this value, such as a run's name or `parameters=1e9,tokens=2e10`. `cost` and `trained_on` are those of the
+    fitted Points. Raises UserError if the text or the run is wrong, if the law does not hold for the run, or if the
+    run's tokens are not known.
     """
     from harness.comparison.records import RunRecord
     from harness.model.config import load_model_config

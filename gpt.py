@@ -300,8 +300,8 @@ class MixtureOfExperts(nn.Module):
 def balancing_loss(probabilities_NxE: Tensor, tokens_E: Tensor) -> Tensor:
     """Return E·Σ f·P, a sum over the E experts (Switch Transformers, arXiv:2101.03961, equations 4 to 6).
 
-    f is the share of the tokens that an expert processes, and P the expert's mean probability. If both are equal for
-    all experts, the loss is the number of experts per token (in the paper, 1).
+    f is the share of the tokens that an expert processes, and P the expert's mean probability. If all experts have the
+    same f and the same P, the loss is the number of experts per token (in the paper, 1).
     """
     tokens, experts = probabilities_NxE.shape
     return experts * (tokens_E.to(probabilities_NxE.dtype) / tokens * probabilities_NxE.mean(0)).sum()

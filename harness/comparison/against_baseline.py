@@ -64,12 +64,12 @@ class BaselineComparison:
 
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
-    """Compare the arm of the run `baseline` with every other arm, by losses of one `Basis`. The `records` must include
-    the run `baseline`.
+    """Compare the arm of the run `baseline` with every other arm, by losses on the same text (one `Basis`). The
+    `records` must include the run `baseline`.
 
     - Test losses are used if the baseline's arm and another arm have test losses of the same basis, otherwise the last
       validation losses.
-    - Of several bases, that of the most runs is used. The result's `notes` have the verdicts on the other bases.
+    - Of several bases, the one with the most runs is used. The result's `notes` have the verdicts on the other bases.
     """
     arms = find_arms(records, baseline)
     own = arms.arm_with(baseline)
@@ -106,7 +106,7 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
 def _compare(
     own: str, arms: Arms, loss: str, basis: Basis, values: Sequence[Values], records: Sequence[RunRecord]
 ) -> BaselineComparison:
-    """Compare the other arms with the baseline's arm, `own`, by their losses of one `basis`. `loss` is the name of the
+    """Compare the other arms with the baseline's arm, `own`, by losses on one text (`basis`). `loss` is the name of the
     loss. `values[i]` has the losses of the run `records[i]` on all bases."""
     measured = by_basis(values)[basis]
     notes: list[str] = []

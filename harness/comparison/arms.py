@@ -134,7 +134,7 @@ def seeds_of(record: RunRecord) -> dict[str, Any]:
 
 
 def kinds_of_chance(arms: Sequence[Sequence[RunRecord]]) -> tuple[str, ...]:
-    """Return what is seeded differently within one of the arms, such as "dropout"."""
+    """Return what has different seeds in the runs of at least one arm, such as "dropout"."""
     seeds = [[{key: json.dumps(seed) for key, seed in seeds_of(record).items()} for record in arm] for arm in arms]
     return tuple(what for key, what in SEEDS.items() if any(len({each[key] for each in arm}) > 1 for arm in seeds))
 
