@@ -86,7 +86,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
 
     - The runs of an arm share a curve. Runs in no arm, and runs whose last loss is not finite or not below
       LARGEST_LOSS, have curves of their own.
-    - Only losses on the text of most runs are drawn. Runs with fewer than LEAST_POINTS such losses are left out.
+    - Only losses measured on the most common text are drawn. Runs with fewer than LEAST_POINTS of them are left out.
     - A chart may have no curves. Its `problems` have the reasons.
     """
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}

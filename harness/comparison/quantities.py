@@ -320,8 +320,8 @@ def _measurements(
     is_old = steps is not None and record.latest is not None and not record.latest.endswith(f"-iteration-{steps - 1}")
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
-        """Return True if `weights` are those of the checkpoint `link`. If `link` is None or `is_old` is true, steps are
-        compared instead: the global step of `weights` with `step`. If one of them is unknown, return `recorded`."""
+        """Return True if `weights` are those of the checkpoint named `link`. If `link` is None or `is_old` is true,
+        compare the global step of `weights` with `step`. If one is unknown, return `recorded`, the result's record."""
         if link is not None and not is_old:
             return weights.checkpoint == link
         return recorded if step is None or weights.global_step is None else weights.global_step == step

@@ -127,7 +127,7 @@ class Dataset:
 
     @classmethod
     def open(cls, datasets_dir: Path, name: str) -> Dataset:
-        """Open DATASETS_DIR/<name>. Raises UserError if the name is invalid, or as `at` does."""
+        """Open DATASETS_DIR/<name>. Raises UserError as `dataset_folder` or `at` does."""
         return cls.at(dataset_folder(datasets_dir, name), name)
 
     @classmethod
@@ -222,7 +222,7 @@ def did_you_mean(datasets_dir: Path, name: str) -> str:
 
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
     """Return True if the dataset's folder has files, among them those of `splits`. Return False if the folder is
-    missing or empty. Raises UserError if the name is invalid, or if a folder that is not empty lacks one of the
+    missing or empty. Raises UserError as `dataset_folder` does, or if a folder that is not empty lacks one of the
     splits."""
     folder = dataset_folder(datasets_dir, name)
     if not folder.exists() or not any(folder.iterdir()):

@@ -174,7 +174,7 @@ class TokenLoader:
 
     def microbatch(self, index: int, *, windows: int | None = None) -> Microbatch:
         """Return microbatch number `index`. `windows` is the number of windows in all microbatches together; None: no
-        limit. Copies of the last window fill up the last microbatch; its `counted` leaves them out."""
+        limit. Copies of the last window fill up the last microbatch; `counted` is the number of its other windows."""
         length, starts, counted = self.layout.context_length, self.starts(index), None
         if windows is not None and windows < (index + 1) * len(starts):
             counted = windows - index * len(starts)

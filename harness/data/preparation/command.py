@@ -148,8 +148,8 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
 
 
 def _deciding(options: Mapping[str, Any], held_out: HeldOut | None) -> dict[str, Any]:
-    """Return the options that decide the contents of the dataset, as the journal and, except for "tokenizer", meta.json
-    record them."""
+    """Return the options that decide the contents of the dataset, in the form in which the journal records them.
+    meta.json records the same, except for "tokenizer"."""
     deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"  # earlier versions wrote this value
@@ -239,7 +239,7 @@ def _begin_within(
 ) -> np.ndarray:
     """Return (pieces,) bool: True for all pieces of each document that begins before `most` is reached.
 
-    - `total`: size before the batch.
+    - `total`: documents and tokens before the batch.
     - `tokens`: number of tokens of each piece.
     - `numbers`: index of each piece's document in the batch.
     - `is_open`: True if document 0 has begun in an earlier batch. The result is then True for its pieces.
