@@ -158,8 +158,8 @@ def load_gpt2_offline() -> Tokenizer | None:
 
 
 def encoding_file(name: str) -> str:
-    """Return the contents of a file from which `load_tokenizer` loads the tiktoken encoding `name`. Raises UserError if
-    the vocabulary can be neither found nor downloaded."""
+    """Return the tiktoken encoding `name` as text to write to a file for `load_tokenizer`. Raises UserError if the
+    vocabulary can be neither found nor downloaded."""
     encoding = read_encoding(name)
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     content = {

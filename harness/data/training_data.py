@@ -80,7 +80,7 @@ class TrainingData:
         return files[0] if len(files) == 1 else JoinedTokens(files)
 
     def check_token_ids(self, splits: Iterable[str], vocab_size: int) -> None:
-        """Raise UserError if a split has a token id for which the model has no embedding."""
+        """Raise UserError if a split cannot be read, or has a token id for which the model has no embedding."""
         for part in self.parts:
             for split in splits:
                 check_token_ids(part, split, vocab_size)

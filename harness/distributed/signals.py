@@ -73,7 +73,7 @@ class StopRequest:
         wait_for_maxima()
 
     def raise_if_set(self, world: World, interrupted_evaluation: str | None = None) -> None:
-        """Raise RunStopped, with `interrupted_evaluation`, on every rank if any rank has a reason to stop.
+        """Raise RunStopped(reason, `interrupted_evaluation`) on every rank if any rank has a reason to stop.
         Collective."""
         reason = max(world.gather(self.reason))
         if reason:

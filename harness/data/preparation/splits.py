@@ -57,8 +57,8 @@ class SplitRules:
         return {name: share for name, share in (("test", self.test), ("validation", self.validation)) if share}
 
     def in_pool(self, first: int, count: int) -> np.ndarray:
-        """Return (count,) bool for the `count` documents from number `first` on: True if the document is in the pool.
-        If `order` is "given", the pool is empty."""
+        """Return (count,) bool for the `count` documents from number `first` on: True if the document is in the pool,
+        so that it may be held out. If `order` is "given", the pool is empty."""
         share = self.validation + self.test
         limit = np.maximum(POOL_SHARE * share, POOL_DOCUMENTS / np.arange(first + 1, first + 1 + count))
         return (draws(first, count) < limit) & (self.order == "seeded")

@@ -67,7 +67,7 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
         if size % dtype.itemsize:
             raise UserError(
                 f"{path}: has no known header, and its {size:,} bytes are not a whole number of {dtype.name} tokens; "
-                "it is damaged, or not a file of tokens; replace it or leave it out"
+                "it is damaged, not a file of tokens, or of another --token-dtype; replace it or leave it out"
             )
         upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # of each number, if it has 32 bits
         if stated_dtype is None and len(upper_halves) >= FEWEST_NUMBERS and (upper_halves == 0).mean() > 0.5:
@@ -140,7 +140,7 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
             if width < tokenizer.dtype.itemsize:
                 raise UserError(
                     f"{shard.path}: holds {shard.dtype.name} tokens, but the tokenizer has {size:,}, which need a "
-                    "wider dtype; give the --tokenizer that the shards were made with"
+                    "wider dtype; give the --tokenizer of the shards (and --token-dtype if they have no header)"
                 )
             for at in range(0, shard.tokens, BLOCK_TOKENS):
                 count = min(BLOCK_TOKENS, shard.tokens - at)
