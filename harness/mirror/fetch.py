@@ -1,7 +1,7 @@
 """Checkpoints in a mirror: finding the whole ones, and fetching the newest one.
 
 A checkpoint in a mirror is whole if its meta.json is valid and no file listed in it is missing. The hashes of these
-files are verified only by a fetch.
+files are verified only by a fetch. A run that is restarted, or resumed from an earlier checkpoint, goes back.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror) -> None:
 
 
 def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, int], meta: CheckpointMeta) -> None:
-    """Replace summary and chart with the mirror's. If the mirror's summary is damaged or describes more tokens than
+    """Replace summary and chart with the mirror's. If the mirror's summary is damaged or has more training tokens than
     `meta`, nothing is fetched. A summary here that is not the fetched one is moved below `aside/`, with the chart."""
     wanted = [path for path in (run.summary, run.chart) if path.name in files]
     contents = {path: retried(mirror, partial(mirror.read, path.name)) or b"" for path in wanted}
