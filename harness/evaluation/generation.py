@@ -194,7 +194,7 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
             except (ValueError, RecursionError):
                 value = ""
             if not isinstance(value, str) or not value or not is_unicode(value):
-                raise UserError(f'{file}: line {number}: must be a JSON string that is not empty: "like this"')
+                raise UserError(f'{file}: line {number}: must be a JSON string, valid Unicode, not empty: "like this"')
         prompts.append(value)
     if not prompts:
         raise UserError(f"{file}: no prompts; write one on each line")

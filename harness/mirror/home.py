@@ -64,8 +64,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     """Fetch a run into `runs_dir` and return its folder. `mirror.py fetch --help` says which files here are replaced.
 
     With `with_weights`, checkpoints are fetched, too, and this process keeps the run's lock. Raises UserError if there
-    is no such run, or if the run here forbids the fetch (another experiment, for example). Raises RunError if the
-    mirror cannot be read or a file cannot be moved.
+    is no such run, if access is refused, or if the run here forbids the fetch (another experiment, for example).
+    Raises RunError if the mirror cannot be read or a file cannot be moved. Also raises the errors of `bring`.
     """
     mirror = open_mirror(url, name, writes=False)
     run = RunDirectory(runs_dir / name)

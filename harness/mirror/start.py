@@ -45,7 +45,7 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
     """Return what training would find in the run's mirror, or None if the run has no mirror. `checkpoint` is the
     command's CHECKPOINT, or None. Without --plan, a file is written to the mirror as a trial and deleted.
 
-    Raises UserError if the run cannot use this mirror, and RunError if the mirror cannot be read.
+    Raises UserError if the run cannot use this mirror, and RunError if the mirror cannot be read or written.
     """
     url = mirror_url(experiment, options)
     if url is None:
