@@ -283,12 +283,12 @@ class Uploads:
                     yield f"{folder.name}/{path.name}", path
 
     def _set_aside(self, there: dict[str, int]) -> None:
-        """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. Also move
-        their measurements and delete summary and chart, except files that are also here. `there`, the mirror's files
-        with their sizes, is updated.
+        """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. Move
+        their measurements to RESULTS_ASIDE, and delete summary and chart; files that are also here stay. `there`, the
+        mirror's files with their sizes, is updated.
 
-        - A checkpoint that this machine has abandoned by going back is stale, unless a checkpoint of its step or a
-          later one is both here and in the mirror.
+        - A checkpoint that this machine has abandoned by going back is stale, unless a checkpoint of the same or a
+          later step is both here and in the mirror.
         - Any other checkpoint is stale if its step is after `start_step`.
         """
         stale, is_left_here = set[str](), left_by_going_back(self.run, there)

@@ -267,7 +267,7 @@ class ModelConfig(RunFile):
         return self._block_shapes(0, self.moe.num_active_experts if self.moe else None)
 
     def _count_parameters(self, block: Shapes) -> int:
-        """Count parameters. `block` has the shapes to count in each layer. Value mixes count only where used."""
+        """Count parameters. `block` has the shapes to count in each layer; `att.value_mix` counts only where used."""
         outside = _numbers(self._embedding_shapes() | self._norm_shapes("final_norm"))
         head = 0 if self.tie_weights else self.vocab_size * self.emb_dim
         block.pop("att.value_mix.scale", None)  # the only tensor that some blocks lack

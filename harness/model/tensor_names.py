@@ -38,9 +38,9 @@ TensorKind = tuple[tuple[int, ...], str]  # shape and dtype (torch's name) of a 
 
 
 def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:
-    """Return the entries of a weights file by public name, without prefixes of wrappers around the model. Causal masks
-    (`att.mask` buffers) are left out. If head and token embedding are `tied` and only one is in the file, its entry is
-    returned under both names."""
+    """Return the entries of a weights file under their names in checkpoints, without prefixes of wrappers around the
+    model. Causal masks (`att.mask` buffers) are left out. If head and token embedding are `tied` and only one is in the
+    file, its entry is returned under both names."""
     found = {name: value for name, value in offered.items() if not name.endswith(".att.mask")}
     while prefix := next((each for each in WRAPPERS if found and all(name.startswith(each) for name in found)), ""):
         found = {name.removeprefix(prefix): value for name, value in found.items()}

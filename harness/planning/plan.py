@@ -258,7 +258,7 @@ def checked_plan(
     4. the beginning
 
     Raises UserError for most settings, data and checkpoints that training would refuse. Free disk space, hashes, the
-    device, ceilings and benchmark tasks, for example, are not checked.
+    device, max_hours and benchmark tasks, for example, are not checked.
     """
     meta = mirrored.meta if mirrored else None
     if meta is None and not restart:
@@ -285,8 +285,8 @@ def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
     """Return meta.json of `checkpoint` (None: the latest one), or None for a new run.
 
-    Keys that a checkpoint of the lab notebook lacks are filled in. Hashes are not verified. Raises UserError if the
-    checkpoint or the data cannot be opened, or if the batch is impossible.
+    In a checkpoint of Giles Thomas's trainer, missing keys are filled in. Hashes are not verified. Raises UserError if
+    the checkpoint or the data cannot be opened, or if the batch is impossible.
     """
     found = open_start(experiment.run, checkpoint, verify=False)
     if found is None:

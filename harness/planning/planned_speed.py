@@ -143,8 +143,8 @@ def _measured_speed(
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
     """Return the speed in the run's reported.json for this model and batch on the device `own` (None: any), or None.
 
-    Each setting in train.json that affects speed must have its default or the report's value (null if it has none). If
-    the validation settings equal the report's, its speed of training and validation together is preferred.
+    Each setting in train.json that affects speed must have its default or the report's value (null if the report has
+    none). If the validation settings equal the report's, its speed of training and validation together is preferred.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:
