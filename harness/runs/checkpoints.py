@@ -61,7 +61,7 @@ def choose_start(folder: Path, name: str | None) -> Path | None:
     is lost, it counts as pointing to the newest checkpoint.
 
     Return None if `name` is None and `folder` has neither checkpoints nor `latest`. Raises UserError if the checkpoint
-    is missing.
+    is missing or leads out of `folder`, or if `latest` is a folder and there are no other checkpoints.
     """
     latest = folder / LATEST
     if name not in (None, LATEST) or latest.is_symlink():
@@ -102,8 +102,8 @@ class Checkpoint:
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint into `folder`, flush it to disk, and return its path. Point the link `latest` to it and, if
-    `checkpoint.meta.is_best`, the link `best`, too. The caller must hold the run's lock, because drafts of other
-    processes are removed.
+    `checkpoint.meta.is_best`, the link `best`, too. The caller must hold the run's lock, because incomplete checkpoints
+    of other processes are removed.
 
     Raises RunError if the checkpoint cannot be written. Earlier checkpoints stay unchanged.
     """
@@ -201,11 +201,11 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
     """Return the path and the meta.json of the checkpoint that `choose_start` returns for `name`, or None if it returns
     None.
 
-    With `verify`, the checkpoint's hashes are verified. The caller must then hold the run's lock, because drafts of
-    other processes are removed.
+    With `verify`, the checkpoint's hashes are verified. The caller must then hold the run's lock, because
+    incomplete checkpoints of other processes are removed.
 
     Raises UserError if the checkpoint is missing or found to be damaged, or if a finished run has none left. A
-    checkpoint of the lab notebook (upstream.py) is not verified, and is refused if `name` is None.
+    checkpoint of the lab notebook's program (upstream.py) is not verified, and is refused if `name` is None.
     """
     folder = run.checkpoints
     if verify:
@@ -249,8 +249,8 @@ def newest_whole(folder: Path) -> Path | None:
 
 def verify_checkpoint(path: Path) -> None:
     """Verify the hashes of a checkpoint's files. Raises UserError, naming the first file that is missing or damaged,
-    and OSError if a file cannot be read. A checkpoint of the lab notebook (upstream.py), which has no hashes, raises
-    UserError, too."""
+    and OSError if a file cannot be read. A checkpoint of the lab notebook's program (upstream.py), which has no hashes,
+    raises UserError, too."""
     meta, verified = read_meta(path), path.resolve()
     if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
@@ -271,8 +271,8 @@ def verify_checkpoint(path: Path) -> None:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read the checkpoint folder `path` into the CPU's memory, without verifying hashes. Raises UserError naming a file
-    that cannot be read. For states that a lab notebook's checkpoint lacks, the result has empty dicts. The tokenizer is
-    not read."""
+    that cannot be read. States that a checkpoint of the lab notebook's program (upstream.py) lacks become empty dicts.
+    The tokenizer is not read."""
     from harness.model.weights import load_weights
 
     meta = read_meta(path)

@@ -156,8 +156,8 @@ class RunDirectory:
 
     def set_results_aside(self) -> Path | None:
         """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return that folder.
-        If there are no results but those of microbatch searches (-f), move nothing and return None. Raises RunError or
-        OSError if a move fails."""
+        If there are no results except those of microbatch searches (-f), move nothing and return None. Raises RunError
+        or OSError if a move fails."""
 
         def links_last(path: Path) -> tuple[bool, int, str]:
             """Return a sort key: by global step, with the links `best` and `latest` last."""

@@ -40,7 +40,7 @@ class Event(BaseModel):
 
 
 def time_and_cost(seconds: Mapping[str, float], dollars: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Return the fields `seconds` and `dollars` of an event, given those of each phase. Without a price, `dollars` is
+    """Return the fields `seconds` and `dollars` of an event: the sums over all phases. Without a price, `dollars` is
     left out."""
     fields = {"seconds": round(sum(seconds.values()), 3)}
     return {**fields, "dollars": round(sum(dollars.values()), 6)} if dollars else fields

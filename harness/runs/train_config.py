@@ -35,8 +35,8 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 
 class BatchScale(BaseModel):
-    """Value of the key `scale_with_batch`: sizes of the run that learning rates and weight decay were tuned with.
-    harness/planning/rates.py has the formulas that scale both to this run."""
+    """Value of the key `scale_with_batch`: sizes of the run in which learning rates and weight decay were tuned.
+    harness/planning/rates.py has the formulas that scale these values to this run."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -321,9 +321,9 @@ class TrainConfig(RunFile):
         return every
 
     def ceilings(self, seconds: float, dollars: float) -> dict[str, float]:
-        """Return the seconds left until the run reaches `max_hours` and `max_dollars`, by these keys. `seconds` and
-        `dollars` are those of the run so far. Past a limit, the seconds left are negative. Keys that train.json does
-        not set are left out."""
+        """Return the seconds left until the run reaches `max_hours` and `max_dollars`, in a dict with these keys.
+        `seconds` and `dollars` are those of the run so far. Past a limit, the seconds left are negative. Keys that
+        train.json does not set are left out."""
         left = {}
         if self.max_hours is not None:
             left["max_hours"] = 3600 * self.max_hours - seconds
@@ -450,7 +450,7 @@ def keys_affecting(kind: Affects) -> tuple[str, ...]:
 
 
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
-    """Read and check a train.json. Keys of the lab notebook's program are replaced by this program's keys;
+    """Read and check a train.json. Keys of the lab notebook's program (upstream.py) are replaced by ours;
     `translate_upstream` explains `has_experts`. Raises UserError if the file is missing or wrong."""
     raw = read_json_object(path)
     try:
