@@ -94,7 +94,7 @@ def group_by_compute(points: Points, *, tolerance: float, least_sizes: int) -> l
 
 
 def _fit_parabola(points: Points, members: np.ndarray) -> Profile:
-    """Return the profile of the points with these indices, without its optimum."""
+    """Return the profile of the points with the indices `members`. Its optimum is not computed yet."""
     x, compute, y = np.log(points.parameters[members]), np.log(points.flops[members]), points.loss[members]
     middle = float((x.min() + x.max()) / 2)
     design = np.vander(x - middle, 3, increasing=True)

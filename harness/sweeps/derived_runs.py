@@ -68,8 +68,8 @@ class DerivedRun:
         return _settings(load_model_config(self.directory.model_json), load_train_config(self.directory.train_json))
 
     def as_made(self) -> DerivedRun:
-        """Return the run with the `train_config` of its folder's train.json, if there is one: it may have another price
-        or ceiling. Raises UserError if that file is damaged."""
+        """Return the run with the `train_config` of its folder's train.json, if that file exists: price_per_hour,
+        max_hours or max_dollars may have been changed there. Raises UserError if the file is damaged."""
         path = self.directory.train_json
         return replace(self, train_config=load_train_config(path)) if path.is_file() else self
 
@@ -139,8 +139,8 @@ def unknown_key(keys: Iterable[str]) -> str | None:
 
 
 def load_base(runs_dir: Path, name: str) -> DerivedRun:
-    """Load a run from which other runs can be derived. Keys of the lab notebook's training program are replaced by this
-    program's keys. Raises UserError if the run does not exist or one of its files is wrong."""
+    """Load a run from which other runs can be derived. Keys of the lab notebook's program (see runs/upstream.py) are
+    replaced by this program's keys. Raises UserError if the run does not exist or one of its files is wrong."""
     run = RunDirectory.find(runs_dir, name)
     model_config = load_model_config(run.model_json)
     has_experts = model_config.moe is not None

@@ -209,6 +209,6 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
         twin = runs.setdefault(json.dumps(run.settings), run)
         if twin is not run:
             raise UserError(
-                f"{path}: makes {twin.name} and {run.name}, which would be the same run; remove the value of one run"
+                f"{path}: makes {twin.name} and {run.name}, which would be the same run; remove one value or entry"
             )
     return SweepRuns(path, name, list(runs.values()), sweep.max_hours, sweep.max_dollars)

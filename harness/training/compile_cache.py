@@ -108,7 +108,7 @@ class CompileCache:
 
     @property
     def path(self) -> Path:
-        """Path of the next file."""
+        """Path of the file that is to be read or written next."""
         return self.folder / f"{self.name}-{self.parts}.bin"
 
     def _sign(self, packed: bytes) -> bytes:

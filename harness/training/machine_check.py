@@ -198,8 +198,8 @@ def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
 
 
 def describe_disk(folder: Path) -> str:
-    """Measure writing a file in `folder` to disk and reading it back, and return both rates as text. Raises RunError if
-    the disk cannot be measured."""
+    """Write a temporary file in `folder` to disk, read it back, and return both rates as text. Raises RunError if the
+    disk cannot be measured."""
     part = os.urandom(DISK_PART_BYTES)
     remedy = " while the disk was measured; free some space there, or rent another machine"
     # A file without a name is gone however this process ends.

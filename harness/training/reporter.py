@@ -319,8 +319,8 @@ class Reporter:
         )
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
-        """Write an event to metrics.jsonl. `kind` is its class, and `values` are its own fields. Does nothing on ranks
-        other than 0."""
+        """Write an event of the class `kind` to metrics.jsonl. `values` are the fields that the class adds to Event.
+        Does nothing on ranks other than 0."""
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}

@@ -185,10 +185,10 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
         ({"together": [{"name": "a/b"}]}, 'in "together": key "name": "a/b" must be a text of letters, digits and'),
         ({"together": [{"name": 3}]}, 'in "together": key "name": 3 must be a text of letters'),
         ({"together": [{"name": "a"}, {"name": "a", "eps": 1e-7}]}, 'key "name": "a" is given twice'),
-        ({"vary": {"random_seed": [1, 2, 1]}}, "-d3bf8138, which would be the same run; remove the value of one run"),
+        ({"vary": {"random_seed": [1, 2, 1]}}, "-d3bf8138, which would be the same run; remove one value or entry"),
         (
             {"vary": {"learning_rate": [2, 1, 1.0], "random_seed": [1, 2]}},
-            "makes s-lr1-seed1 and s-lr1.0-seed1, which would be the same run; remove the value of one run",
+            "makes s-lr1-seed1 and s-lr1.0-seed1, which would be the same run; remove one value or entry",
         ),
         ({"vary": {"random_seed": [None, 42]}}, "makes s-seed_null and s-seed42, which would be the same run"),
         ({"vary": {"learning_rate": [0.1, -1]}}, 's-lr-1/train.json: key "learning_rate": input should be greater'),
