@@ -219,7 +219,7 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
     "-f", "--find-max-microbatch-size", "find", is_flag=True, help="Find the largest microbatch that fits; no training."
 )
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume this many GiB of memory for each process.")
-@click.option("--write", is_flag=True, help="With -f: put the largest size that training accepts into train.json.")
+@click.option("--write", is_flag=True, help="With -f: write the size, or the next smaller valid one, to train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
 @click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s, not counting validation time.")
 @click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: N tokens/s, counting validation time.")

@@ -43,13 +43,14 @@ def list_runs(url: str) -> None:
 @main.command(cls=Command, short_help="Bring a run to this machine.")
 @URL
 @click.argument("run")
-@click.option("--without-weights", is_flag=True, help="No checkpoint; compare_runs.py needs none of a finished run.")
+@click.option("--without-weights", is_flag=True, help="No checkpoint. Finished runs can be compared without one.")
 @RUNS_DIR
 def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
     Checkpoints are fetched only if the newest one at URL is newer than `latest` here, or replaces a damaged `latest`.
-    The newest one then becomes `latest`. Checkpoints in the run's aside/ here do not count.
+    The newest one then becomes `latest`. Checkpoints that the run has abandoned here, by going back or by --restart, do
+    not count.
 
     Settings and results that are here already are not replaced.
 
@@ -58,7 +59,7 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     fit the checkpoints here. Those here are kept
     - if the run is being trained here
     - if it has a newer checkpoint here than at URL
-    - if the newest checkpoint at URL is in the run's aside/ here
+    - if the run here has abandoned the newest checkpoint at URL
     """
     from harness.mirror.home import fetch_run
 

@@ -80,14 +80,15 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     default="seeded",
     show_default=True,
     help="seeded: hold out documents drawn with a fixed seed, or the end of the text if a split would get no document. "
-    "given: hold out the last documents; fractions are then of documents (of tokens if a split would get no document).",
+    "given: hold out the last documents; fractions are then shares of the number of documents, or of tokens if a split "
+    "would get no document.",
 )
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
     help="Shuffle all training documents with this seed. If the end of the text or the last documents are held out "
-    "(see --split-order), shuffle all documents before that. Without a seed, a text of up to 16,384 documents is "
-    "shuffled and a longer one in part, but no text whose end is held out, and none with --split-order given.",
+    "(see --split-order), the whole text is shuffled first. Without a seed, a text of up to 16,384 documents is "
+    "shuffled, and a longer one in part; with --split-order given, or if the end of the text is held out, none is.",
 )
 @click.option(
     "--exclude",
@@ -95,7 +96,7 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     metavar="DATASET:SPLIT",
     help="Leave out documents of which more than half occurs in this split of a dataset; can be given several times.",
 )
-@click.option("--max-documents", type=click.IntRange(1), metavar="N", help="Stop after N documents with text.")
+@click.option("--max-documents", type=click.IntRange(1), metavar="N", help="Stop when the dataset has N documents.")
 @click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Stop at the end of the document with token N.")
 @click.option("--description", default="", help="Description of the dataset, for meta.json and the dataset card.")
 @click.option(

@@ -57,8 +57,8 @@ def main(
     pattern like 'lr-*' names this checkpoint for each run that matches. RUN:CHECKPOINT names any checkpoint (a folder's
     name, `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
 
-    A dataset that DATASETS_DIR lacks is downloaded or built. For several models, a table is printed, lowest loss first.
-    Results of a run's checkpoints are also written to the folder results/ of the run.
+    A dataset that DATASETS_DIR lacks is downloaded or built. For several models, losses on the same text are printed as
+    a table, lowest first. Results of a run's checkpoints are also written to the folder results/ of the run.
     """
     configure_libraries()
     from harness.runs.trained_model import each_once, find_models

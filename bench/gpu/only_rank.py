@@ -14,7 +14,7 @@ from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
 
 
 class OnlyRank(int):
-    """The number 1 as the number of ranks. Code that treats a single rank specially takes it for more than one."""
+    """The number 1 as the number of ranks. For it, `> 1` is true and `== 1` false: code runs as for several ranks."""
 
     def __gt__(self, other: object) -> bool:
         return other == 1 or int(self) > other  # type: ignore[operator]

@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workbench:
-    """Folders, results file and size of a benchmark."""
+    """Folders and results file of a benchmark or its rehearsal."""
 
     shipped_runs: Path  # the repository's runs
     work: Path  # for runs and data
