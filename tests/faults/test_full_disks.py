@@ -120,6 +120,7 @@ def test_disk_too_small(shop: Workshop, exhaustive: bool) -> None:
     assert {True, False} == set(trained)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a disk with room only for the checkpoints that `keep_checkpoints` keeps",
     "a killed run continues there; the old ones that it will delete count as room",

@@ -60,6 +60,7 @@ def assert_kept(path: Path, keep: int, start: str | None) -> None:
     assert lines
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "old checkpoints are deleted",
     "best, latest, the one resumed from and the `keep_checkpoints` newest others are kept",

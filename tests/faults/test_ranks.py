@@ -133,6 +133,7 @@ def test_skipped_steps_at_the_end_and_before_a_change(shop: Workshop) -> None:
         assert not json.loads((lost / "summary.json").read_text())["has_diverged"], name
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a loss that is not finite", "null in the metrics; best does not move")
 def test_infected_losses(shop: Workshop, exhaustive: bool) -> None:
     """If a training or validation loss is NaN at some steps, it is null in the metrics and does not change which

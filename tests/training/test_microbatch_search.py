@@ -432,6 +432,7 @@ if os.environ["RANK"] == "1":
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: float, first: tuple[int, Result]) -> None:
     """The printed answer is the smaller of the two ranks' answers. Here rank 1 runs out of memory first, because its
     own `ulimit -d` is below --memory-limit-gib. Rank 0 alone prints, and does not wait for rank 1 forever. The limit
