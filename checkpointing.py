@@ -71,7 +71,7 @@ class Checkpointer:
 
         Sets the run's links and metrics back to the checkpoint, or moves earlier results aside. Warms up the optimizer
         step with `loader`'s first microbatch. Raises UserError if the checkpoint or the initial weights do not fit this
-        run, or if `compile` is true and the model cannot be compiled. Raises RunError or OSError if a move fails.
+        run, or if `compile` is true and compilation fails. Raises RunError or OSError if a move or write fails.
         """
         start, seed, rank = self.prepared.checkpoint, self.config.seed_of("dropout"), self.world.rank
         saved = None
@@ -231,7 +231,7 @@ def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World,
     """Restore this rank's random state and unreported losses from `saved`, the content of the checkpoint `path`.
 
     If the number of ranks has changed, rank 0's meter gets the losses of all ranks. Random states that cannot be
-    restored are seeded with `seed` and `step`, this process's first global step. Raises UserError if one is damaged.
+    restored are seeded with `seed` and `step`, this process's first global step. Raises UserError if states do not fit.
     """
     with state_errors_as_user_errors(path / checkpoints.TRAIN_STATE):
         if not isinstance(saved.train_state, dict):  # indexing a tensor with "ranks" would warn, not raise
