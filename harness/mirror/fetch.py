@@ -1,7 +1,7 @@
 """Checkpoints in a mirror: finding the whole ones, and fetching the newest one.
 
 A checkpoint in a mirror is whole if its meta.json is valid and no file listed in it is missing. The hashes of these
-files are verified only by a fetch. A run that is restarted, or resumed from an earlier checkpoint, goes back.
+files are verified only by a fetch. A run goes back if it is restarted, or resumed from a checkpoint before its latest.
 """
 
 from __future__ import annotations
