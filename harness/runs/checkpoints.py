@@ -60,8 +60,8 @@ def choose_start(folder: Path, name: str | None) -> Path | None:
     """Return the checkpoint to resume from: `name`, or the target of the link `latest` if `name` is None. If the link
     is lost, it counts as pointing to the newest checkpoint.
 
-    Return None if `name` is None and `folder` has neither checkpoints nor `latest`. Raises UserError if the checkpoint
-    is missing or leads out of `folder`, or if `latest` is a folder and there are no other checkpoints.
+    Return None if `name` is None and `folder` has neither checkpoints nor `latest`. Raises UserError as
+    `find_checkpoint` does, or if `latest` is a folder and there are no other checkpoints.
     """
     latest = folder / LATEST
     if name not in (None, LATEST) or latest.is_symlink():
