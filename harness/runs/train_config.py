@@ -36,7 +36,7 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 class BatchScale(BaseModel):
     """Value of the key `scale_with_batch`: sizes of the run in which learning rates and weight decay were tuned.
-    harness/planning/rates.py has the formulas that scale these values to this run."""
+    harness/planning/rates.py has the formulas that scale rates and decay to this run."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
