@@ -167,7 +167,7 @@ def _optimum(
     profile: Profile, sizes: np.ndarray, cost: CostLaw, minima_Bx3: np.ndarray | None
 ) -> Optimum | Inconclusive:
     """Return the lowest point of a profile with its intervals, or the reason why the point is not determined.
-    `minima_Bx3` are the lowest points of the bootstrap draws; None: the scatter of the losses is unknown."""
+    `minima_Bx3` are the lowest points of the bootstrap draws. None means that the scatter of the losses is unknown."""
     if profile.parabola[2] <= 0:
         return Inconclusive("its losses do not curve upwards, so that their parabola has no lowest point")
     value = _minima(profile, profile.parabola[None], cost)[0]
