@@ -87,7 +87,7 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
     help="Shuffle all training documents with this seed. If the end of the text or the last documents are held out "
-    "(see --split-order), the whole text is shuffled first. Without a seed, a text of up to 16,384 documents is "
+    "(see --split-order), all documents are shuffled first. Without a seed, a text of up to 16,384 documents is "
     "shuffled, and a longer one in part; with --split-order given, or if the end of the text is held out, none is.",
 )
 @click.option(
