@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class HubWork:
-    """One download from a Hub repository or upload to one, and the texts for its error messages."""
+    """Download from a Hub repository, or upload to it, and the texts for its error messages."""
 
     name: str  # owner/name
     kind: str  # "dataset" or "model"
