@@ -321,7 +321,7 @@ def _measurements(
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
         """Return True if `weights` are those of the checkpoint named `link`. If `link` is None or `is_old` is true,
-        compare the global step of `weights` with `step`. If one is unknown, return `recorded`, the result's record."""
+        compare the global step of `weights` with `step`. If one of them is unknown, return `recorded`."""
         if link is not None and not is_old:
             return weights.checkpoint == link
         return recorded if step is None or weights.global_step is None else weights.global_step == step
