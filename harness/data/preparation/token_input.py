@@ -67,7 +67,7 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
         if size % dtype.itemsize:
             raise UserError(
                 f"{path}: has no known header, and its {size:,} bytes are not a whole number of {dtype.name} tokens; "
-                "it is damaged, not a file of tokens, or of another --token-dtype; replace it or leave it out"
+                "it is damaged, of another dtype, or no token file; replace it, leave it out, or correct --token-dtype"
             )
         upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # of each number, if it has 32 bits
         if stated_dtype is None and len(upper_halves) >= FEWEST_NUMBERS and (upper_halves == 0).mean() > 0.5:
