@@ -154,8 +154,8 @@ class Responses(_Part):
 
     @property
     def questions_sha256(self) -> str:
-        """SHA-256 (hexadecimal) of the questions and reference answers, in order. Models with equal hashes can
-        be compared."""
+        """SHA-256 (hexadecimal) of the questions and reference answers, in order. Models with equal hashes can be
+        compared."""
         questions = [response.question for response in self.responses]
         return hashlib.sha256(json.dumps(questions).encode()).hexdigest()
 
