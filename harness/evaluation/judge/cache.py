@@ -41,7 +41,7 @@ class JudgeCache:
     def __init__(self, path: Path, *others: Path) -> None:
         """Create or read the file `path`, and lock it. Also read each of `others` that exists. Raises UserError if
         another process uses `path` or if a file is no cache file. Raises RunError or OSError if a file cannot be
-        created or read."""
+        opened or read."""
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
