@@ -135,8 +135,8 @@ class HeldOutText:
         - `start_token`: 0; in a validation split with a batch after NOTEBOOK_START_TOKEN, that token.
         - `batches`: all; in such a validation split, at most NOTEBOOK_BATCHES.
 
-        Raises UserError if the dataset or a tokenizer cannot be obtained, if the split is missing or too short, or if
-        its tokens are known not to be the model's.
+        Raises UserError if the dataset or a tokenizer cannot be obtained or read, if the split is missing or too short,
+        or if its tokens are known not to be the model's.
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
         if dataset is None and _is_gpt2s(tokenizer):
