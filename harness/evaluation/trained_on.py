@@ -41,7 +41,7 @@ def training_overlap(model: TrainedModel, held_out: Dataset, split: str, dataset
         return find_overlap(held_out.split(split), training, eot_token)
 
     found = remembered(held_out, f"{split}--in-training-{digest}", files, Overlap, scan)
-    return found if found.ngrams else Inconclusive(f"the split's compared documents are shorter than {NGRAM} tokens")
+    return found if found.ngrams else Inconclusive(f"the split's documents have no {NGRAM}-grams to compare")
 
 
 def _train_splits(model: TrainedModel, datasets_dir: Path) -> list[TokenFile]:
