@@ -54,7 +54,7 @@ from harness.training.saving import HostCopies, copy_state
 from harness.training.step import OptimizerStep
 from harness.training.zero1 import StatePartition
 
-zero1.MESSAGE = 20_000  # so that a shard is sent in several messages
+zero1.MESSAGE = 10_000  # so that a shard is sent in several messages
 cases, model_config, out, earlier = (json.loads(argument) for argument in sys.argv[1:])
 world = World.join()
 
