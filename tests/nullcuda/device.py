@@ -75,7 +75,7 @@ def environment(*, gib: float = 79.1, sm: int = 90, **more: str) -> dict[str, st
         "NULLCUDA_GIB": str(gib),
         "NULLCUDA_SM": str(sm),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "DISABLE_LLVM_OPT": "1",  # Triton's kernels are compiled, but not made fast, because none of them runs
+        "DISABLE_LLVM_OPT": "1",  # LLVM need not make Triton's kernels fast, because none of them runs
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         **more,
