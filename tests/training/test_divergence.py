@@ -145,10 +145,11 @@ def test_a_run_that_diverges_ends_with_a_checkpoint(shop: InProcess) -> None:
 
 @pytest.mark.slow
 def test_reports_of_validations_alone_suffice(shop: InProcess) -> None:
-    """Two ranks end together."""
+    """Two ranks end together, with a checkpoint."""
     rare = {"min_train_tokens": 2 * RISING["min_train_tokens"], "report_interval": 200, "validation_interval": 2}
     shop.add_run("rare", **RISING | rare)
     shop.train("rare", expect=4)
+    assert RunRecord.read(RunDirectory(shop.runs / "rare")).state.word == "diverged"
 
 
 def test_it_ends_at_once_if_only_a_validation_was_interrupted(shop: InProcess) -> None:
