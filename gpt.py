@@ -1,7 +1,7 @@
 """The model: GPT-2 (Radford et al. 2019) with the options of model.json, for training and for generation.
 
-Do not rename parameters: their names, except `qkv`, are in published files. Names of tensors end in the shape, as in
-x_BxTxC:
+Do not rename parameters: their names, except `qkv`, are in published files. Names of most tensors end in the shape, as
+in x_BxTxC:
 - B sequences, T tokens, C = emb_dim
 - H heads, each of width D
 - Q = H·D, the width of all queries

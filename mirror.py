@@ -86,7 +86,7 @@ def follow(url: str, run: str) -> None:
 def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
     """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings.
 
-    Checkpoints that the run has abandoned by going back (they are in its aside/ here) are set aside at URL, too: their
+    Checkpoints that the run has abandoned by going back (known by its aside/ here) are set aside at URL, too: their
     meta.json becomes meta-aside.json, so that no machine continues from them. Summary and chart at URL are then
     replaced or deleted.
     """

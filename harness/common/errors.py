@@ -234,8 +234,7 @@ def tell_soon(reason: str, kind: str = "error") -> None:
 
 
 def say_last(text: str) -> None:
-    """Print `text`, this process's last message, on standard error, and make it the last text of torchrun's report on
-    this rank."""
+    """Print `text` on standard error, and make it the last text of torchrun's report on this rank."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:

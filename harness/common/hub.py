@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class HubWork:
-    """Download from a Hub repository, or upload to it, and the texts for its error messages."""
+    """A download from a Hub repository or an upload to one: what its error messages need to say."""
 
     name: str  # owner/name
     kind: str  # "dataset" or "model"

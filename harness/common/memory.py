@@ -191,7 +191,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Return True if the text contains a message about a failed allocation."""
+    """Return True if the text contains a message that can mean a failed allocation."""
     return OUT_OF_MEMORY.search(text) is not None
 
 

@@ -73,7 +73,7 @@ FIRST_EXCHANGE = Place(0, "start")
 
 @dataclass(frozen=True)
 class Milestone:
-    """Point that a rank passes in its work on a step: a call of `Watchdog.guard`, `beat` or `idle`."""
+    """Point that a rank passes in its work: its start, or a call of `Watchdog.guard`, `beat` or `idle`."""
 
     place: str
     progress: list[int]  # [Place.order, parts done]: a rank with a smaller list is behind

@@ -145,8 +145,8 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
 
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
-    """Return a predicate on checkpoint names, True for a checkpoint that the run has abandoned by going back on this
-    machine. `files` are all files of the mirror. Even a checkpoint that was never here can be abandoned."""
+    """Return a predicate on checkpoint names. It is True for a checkpoint in the mirror that this machine's run has
+    abandoned by going back, until the next upload. `files` are all files of the mirror."""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
     # The next upload renames the meta.json of abandoned checkpoints. Until then, they are found here.
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
@@ -335,7 +335,7 @@ def tokens_of_summary(content: bytes | None) -> float:
 
 def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
     """Fetch the files of results/ and compile-cache/ that are not here. `files` is the result of `without_left`.
-    Measurements of checkpoints that were set aside are not fetched, and those here are moved below `aside/`."""
+    Measurements of checkpoints that were set aside are not fetched; if they are here, they are moved below `aside/`."""
 
     def is_old(file: str) -> bool:
         checkpoint = CHECKPOINT_NAME.search(file)  # a measurement's file name contains this

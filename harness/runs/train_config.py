@@ -286,7 +286,7 @@ class TrainConfig(RunFile):
 
     @property
     def dataset_weights(self) -> dict[str, float]:
-        """The weights of the datasets, by their names. A single dataset has the weight 1."""
+        """The weights of the datasets, by their names. A dataset given as a name alone has the weight 1."""
         if isinstance(self.dataset, str):
             return {self.dataset: 1.0}
         return {source.name: source.weight for source in self.dataset}

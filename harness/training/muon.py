@@ -63,7 +63,7 @@ class Matrix:
         return matrix if self.rows <= self.columns else matrix.mT
 
     def shard(self, owner: int = 0) -> Shard:
-        """Return this matrix as the shard of its parameter that the rank `owner` owns."""
+        """Return the shard that consists of this matrix's elements and is owned by the rank `owner`."""
         return Shard(self.name, self.start, self.start + self.rows * self.columns, owner)
 
 
