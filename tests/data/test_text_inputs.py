@@ -108,6 +108,16 @@ def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
     assert documents_of(preparer.path / "out", "validation") == DOCUMENTS[30:]
 
 
+def test_a_file_that_a_second_input_names_is_not_called_unread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.txt", "b.md", "c.csv"):
+        (tmp_path / name).write_text("Dear reader")
+    found = find_text([str(tmp_path), str(tmp_path / "*.md")])
+    assert [Path(file.name).name for file in found.files] == ["a.txt", "b.md"]
+    assert capsys.readouterr().err.startswith("not read: c.csv (")
+
+
 def test_a_folder_is_described_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "one.txt").write_text("Dear reader")

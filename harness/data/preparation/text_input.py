@@ -124,9 +124,9 @@ def find_text(patterns: Sequence[str]) -> TextSource:
     Raises UserError if there is no file to read for a pattern.
     """
     found: dict[str, Path] = {}
-    ignored: list[str] = []
+    ignored: dict[Path, str] = {}
     for pattern in patterns:
-        folder, others = Path(pattern), []
+        folder, others = Path(pattern), dict[Path, str]()
         if folder.is_dir():
             paths = []
             for path in sorted(folder.rglob("*")):
@@ -136,26 +136,26 @@ def find_text(patterns: Sequence[str]) -> TextSource:
                 if path.is_file() and is_surely_text(path.name):
                     paths.append(path)
                 elif path.is_file() or path.is_symlink():  # rglob does not follow links to folders
-                    others.append(relative.as_posix())
+                    others[path] = relative.as_posix()
         else:
             paths = matching_files(pattern)
         if not paths:
             kinds = "*.parquet files, or *.jsonl or *.txt files (also with .gz or .zst)"
-            seen = f"; found: {abbreviated(others)}" if others else ""
-            if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
+            seen = f"; found: {abbreviated([*others.values()])}" if others else ""
+            if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others.values()):
                 seen += "; import files of tokens with --from-bin"
             where = f"{quoted(pattern)}: names no input files"
             raise UserError(f"{where}; give a folder with {kinds}, or a glob in quotes{seen}")
         is_root = len(patterns) == 1 and folder.is_dir()
         found |= {(path.relative_to(folder) if is_root else path).as_posix(): path for path in paths}
-        ignored += others
-    if ignored:
-        names = printable(abbreviated(ignored))
-        tell(f"not read: {names} (perhaps not text, or a link to a folder or to nothing; to read some, give a glob)")
+        ignored |= others
     once: dict[Path, tuple[str, Path]] = {}  # by the path without links to folders and without ".."
     resolved = cache(Path.resolve)
     for name, path in sorted(found.items()):
         once.setdefault(resolved(path.parent) / path.name, (name, path))
+    if unread := [name for path, name in ignored.items() if resolved(path.parent) / path.name not in once]:
+        names = printable(abbreviated(unread))
+        tell(f"not read: {names} (perhaps not text, or a link to a folder or to nothing; to read some, give a glob)")
     files = []
     for number, (name, path) in enumerate(once.values()):
         status = path.stat()
