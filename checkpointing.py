@@ -67,7 +67,7 @@ class Checkpointer:
         self.protected = {prepared.checkpoint.name} if prepared.checkpoint else set()
 
     def restore(self, loader: TokenLoader) -> None:
-        """Resume from the prepared checkpoint, or begin the run if there is none.
+        """Resume from `prepared.checkpoint`, or begin the run if there is no checkpoint.
 
         Sets the run's links and metrics back to the checkpoint, or moves earlier results aside. Warms up the optimizer
         step with `loader`'s first microbatch. Raises UserError if the checkpoint or the initial weights do not fit this

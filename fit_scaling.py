@@ -109,8 +109,8 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
 
 
 def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> Points:
-    """Return `points_of_runs` for the names `runs`, or `read_points` for the CSV file `points`. Also raises UserError
-    if both or neither are given."""
+    """Return the points of the runs named `runs` (`points_of_runs`) or of the CSV file `points` (`read_points`). Also
+    raises UserError if both or neither are given."""
     from harness.runs.directory import RunDirectory
     from harness.scaling.data import points_of_runs, read_points
 

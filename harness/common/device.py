@@ -33,8 +33,8 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
     """Return CUDA device `local_rank`, or the CPU if torch finds no GPU. Makes the CUDA device torch's current device.
 
     `local_size` is the number of ranks on this machine. Raises UserError if the visible GPUs are too few for the ranks,
-    if this rank's GPU fails or is nearly full, or, unless CUDA_VISIBLE_DEVICES is empty or -1, if a CUDA build of torch
-    cannot use this machine's GPUs.
+    or if this rank's GPU fails or is nearly full. Unless CUDA_VISIBLE_DEVICES is empty or -1, also raises UserError if
+    a CUDA build of torch cannot use this machine's GPUs.
     """
     if not torch.cuda.is_available():
         found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))

@@ -105,8 +105,8 @@ EXIT = Exit()
 
 
 def tell_how_to_continue(undoing: str | None) -> None:
-    """Set `EXIT.again`, the remedy in this process's messages: to run the same command again, without `undoing` if that
-    has taken effect. `undoing` is the part that undoes earlier work, such as "--restart"; None: there is none."""
+    """Set `EXIT.again`, the remedy in this process's messages: to run the same command again. `undoing` is an argument
+    that undoes earlier work, such as "--restart", or None. The user must leave it out if it has taken effect."""
     EXIT.again = f"{AGAIN} (without {undoing} if that has taken effect)" if undoing else AGAIN
 
 

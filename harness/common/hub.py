@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class HubWork:
-    """A download from a Hub repository or an upload to one: what its error messages need to say."""
+    """Description of a download from a Hub repository or an upload to one, with texts for error messages."""
 
     name: str  # owner/name
     kind: str  # "dataset" or "model"

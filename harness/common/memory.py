@@ -129,8 +129,8 @@ def taken_by_others(device: torch.device) -> str | None:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that are free on this machine (on macOS: all of its memory) or, if that is less, in
-    this process's container or batch job (known only with cgroup v2)."""
+    """Return the bytes of memory that are free on this machine (on macOS: all of its memory). Returns fewer if
+    cgroup v2 leaves fewer to this process's container or batch job."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except FileNotFoundError:  # macOS reports its total memory, but not how much is free
