@@ -102,8 +102,8 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
 
 
 def _diverged(records: Sequence[RunRecord], arms: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Return the names of each arm's diverged runs, by the name of the arm. Unfinished runs are included if they differ
-    from the arm's runs only in their seeds."""
+    """Return the names of each arm's diverged runs, by the name of the arm. A diverged run that is unfinished is
+    included if it differs from the arm's runs only in its seeds."""
     by_name = {record.name: record for record in records}
     found: dict[str, tuple[str, ...]] = {}
     for arm, names in arms.items():
@@ -134,7 +134,7 @@ def seeds_of(record: RunRecord) -> dict[str, Any]:
 
 
 def kinds_of_chance(arms: Sequence[Sequence[RunRecord]]) -> tuple[str, ...]:
-    """Return what has different seeds in the runs of at least one arm, such as "dropout"."""
+    """Return the values of SEEDS, such as "dropout", for the seeds that differ between the runs of at least one arm."""
     seeds = [[{key: json.dumps(seed) for key, seed in seeds_of(record).items()} for record in arm] for arm in arms]
     return tuple(what for key, what in SEEDS.items() if any(len({each[key] for each in arm}) > 1 for arm in seeds))
 
@@ -167,11 +167,11 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
 def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | Inconclusive:
     """Return two JSON texts. Runs that differ only in their seeds (replicates) have the same two.
 
-    - The first has the dataset, the settings that affect the result, and the changes made during training.
+    - The first has the dataset, the settings that affect the result, the changes made during training and, if `at_end`
+      is true, the tokens seen.
     - The second has the SURROUNDINGS and the attention kernel.
 
-    With `at_end` false, the tokens seen do not count, and the run need not have finished. Returns Inconclusive if the
-    run's replicates cannot be recognized.
+    The run must have finished if `at_end` is true. Returns Inconclusive if its replicates cannot be recognized.
     """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}

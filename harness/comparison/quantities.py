@@ -212,7 +212,7 @@ def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
 
 
 def _validation_loss(record: RunRecord) -> Number:
-    """Return the last validation loss, or Inconclusive if there is none because train.json asks for no validation."""
+    """Return the last validation loss. If there is none: Inconclusive if train.json asks for no validation, or None."""
     value = _latest("final_validation_loss", "validation_loss", record)
     is_off = record.train and record.train.get("validation_interval") is None
     return Inconclusive("trained without validation") if value is None and is_off else value
@@ -321,7 +321,7 @@ def _measurements(
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
         """Return True if `weights` are those of the checkpoint named `link`. If `link` is None or `is_old` is true,
-        compare the global step of `weights` with `step`. If one of them is unknown, return `recorded`."""
+        return True if their global step is `step`, or return `recorded` if either step is unknown."""
         if link is not None and not is_old:
             return weights.checkpoint == link
         return recorded if step is None or weights.global_step is None else weights.global_step == step

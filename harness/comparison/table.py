@@ -204,8 +204,8 @@ def machine_of(record: RunRecord) -> str | None:
 
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
-    """Return a column for each setting or other fact of training with more than one value. A missing value does not
-    count as another value."""
+    """Return a column for each setting or other fact of training that differs between runs. A missing value does not
+    count as a difference."""
     settings: list[dict[str, Any]] = []
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping) and "sha256" in split]

@@ -110,7 +110,7 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
     A verdict is inconclusive in these cases:
 
-    - The arm or the baseline has a flaw.
+    - The arm or the baseline has no loss, or one that is not finite.
     - Training noise is not known, or estimated as 0.
     - The interval contains 0.
     - The better one of the two has a run that diverged.
@@ -143,7 +143,7 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
 def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | Inconclusive:
     """Estimate the mean loss of `arm` minus the mean loss of `baseline`. Returns Inconclusive if one of the two has a
-    flaw. `arms` has all arms of the comparison, these two included.
+    flaw (`Arm.flaw`). `arms` has all arms of the comparison, these two included.
 
     - If both have two runs or more, training noise is estimated as in Welch's test.
     - Otherwise, the spread over seeds is pooled from all arms without a flaw. The interval is too narrow if an arm with

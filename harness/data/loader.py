@@ -126,7 +126,7 @@ class Microbatch:
 
     @classmethod
     def consecutive(cls, tokens: np.ndarray, context_length: int) -> Microbatch:
-        """Return the microbatch of the windows that follow one another in B·T + 1 tokens."""
+        """Return the microbatch of the B consecutive windows in `tokens`, (B·T + 1,)."""
         return cls(sliding_window_view(tokens, context_length + 1)[::context_length])
 
     @property
@@ -174,7 +174,7 @@ class TokenLoader:
 
     def microbatch(self, index: int, *, windows: int | None = None) -> Microbatch:
         """Return microbatch number `index`. `windows` is the number of windows in all microbatches together; None: no
-        limit. Copies of the last window fill up the last microbatch; `counted` is the number of its other windows."""
+        limit. Copies of the last window fill up the last microbatch. Its `counted` excludes these copies."""
         length, starts, counted = self.layout.context_length, self.starts(index), None
         if windows is not None and windows < (index + 1) * len(starts):
             counted = windows - index * len(starts)
