@@ -32,7 +32,7 @@ LEAVING_SECONDS = 30.0
 @dataclass(frozen=True)
 class World:
     """This process among all ranks. Every rank must call the methods and functions marked "Collective". Without a
-    launcher the world is one process and every wait returns at once."""
+    launcher's variables the world is one process and every wait returns at once."""
 
     rank: int
     local_rank: int
@@ -49,7 +49,8 @@ class World:
         Collective.
 
         `is_stopping` returns True if this rank has a reason to stop. The watchdog's threads call it. Raises UserError
-        if a variable is wrong or this process has no device, and RunError or PeerError if the ranks do not connect.
+        if a variable is wrong or this process has no usable device. If the ranks do not connect, raises RunError or
+        PeerError, or ends this process.
         """
         here, timeout = read_ranking(), collective_timeout_seconds()
         device = choose_device(here.local_rank, here.local_world_size)
@@ -224,8 +225,7 @@ class World:
 
 
 def _peer_error(reason: str) -> PeerError:
-    """Return the error for a rank that has been told why another one fails. If the watchdog reports a fault first,
-    its message includes `reason`."""
+    """Return the error for a rank that knows why another one fails, and record `reason` for the watchdog's message."""
     EXIT.peer_reason = reason
     return PeerError(reason)
 

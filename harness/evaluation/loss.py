@@ -132,7 +132,7 @@ class HeldOutText:
 
         - `dataset`: NOTEBOOK_DATASET for a model with GPT-2's tokenizer. Other models have none.
         - `split`: "test" if the dataset has it, else "validation".
-        - `start_token`: 0; in a validation split with a batch after NOTEBOOK_START_TOKEN, that token.
+        - `start_token`: NOTEBOOK_START_TOKEN in a validation split that has a batch from there on, else 0.
         - `batches`: all; in such a validation split, at most NOTEBOOK_BATCHES.
 
         Raises UserError if the dataset or a tokenizer cannot be obtained or read, if the split is missing or too short,

@@ -136,9 +136,9 @@ def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) ->
 
 
 def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Return the keys of model.json for `raw`, the config.json (`source`) of a model that Giles Thomas published. The
-    format is that of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/. Raises UserError if `raw` has another
-    format, contradictory keys on tied weights, or unsupported keys. Other values and missing keys are not checked."""
+    """Return the keys of model.json for `raw`, the config.json of a model that Giles Thomas published. The format is
+    that of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/. Errors name the file `source`. Raises UserError if
+    `raw` has another format, contradictory keys on tied weights, or unsupported keys. Nothing else is checked."""
     if raw.get("model_type") != NOTEBOOK_TYPE:
         kind = quoted(raw.get("model_type"))
         raise UserError(f'{source}: key "model_type": {kind}; only "gpt2" and "{NOTEBOOK_TYPE}" can be imported')

@@ -112,9 +112,9 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     - Results, metrics, summary, chart and the best checkpoint are fetched, too.
     - `check` is called with a checkpoint's meta.json before the checkpoint is fetched.
 
-    Raises the errors of `check`. Raises UserError if another machine has set the present latest one aside, or if no
-    checkpoint is here and those in the mirror are damaged. Raises RunError if the mirror cannot be read or a file
-    cannot be moved.
+    Raises the errors of `check`. Raises UserError if, on another machine, the run has abandoned the present latest one,
+    or if no checkpoint is here and those in the mirror are damaged. Raises RunError if the mirror cannot be read or a
+    file cannot be moved.
     """
     there, brought, is_damaged = retried(mirror, mirror.files), None, False
     files = without_left(run, there)

@@ -25,9 +25,9 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     with logits_cache=False, apart from rounding. `hf` fails on some requests that succeed here. Other differences:
 
     - Sampling draws other random numbers. If a task gives no top_k, all tokens can be drawn (`hf`: the likeliest 50).
-    - Raises UserError if a task samples with an option outside KNOWN_SETTINGS, or does not sample and sets an option
-      in NEUTRAL to another value.
-    - If a task does not sample, its options outside KNOWN_SETTINGS and NEUTRAL, such as min_new_tokens, are ignored.
+    - If a task samples, raises UserError for an option outside KNOWN_SETTINGS.
+    - If a task does not sample, raises UserError unless its options in NEUTRAL have the values there. Its other
+      options outside KNOWN_SETTINGS, such as min_new_tokens, are ignored.
     - The name of a special token in a text ("<|endoftext|>") is ordinary text (`hf`: the token). A generated special
       token other than end-of-text becomes its name (`hf`: no text).
     """
