@@ -94,8 +94,8 @@ def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, Checkp
 
 def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
     """Return name and meta.json of the newest whole checkpoint in the mirror that the run has not abandoned by going
-    back. Return None if none is newer than the latest one here. Raises RunError if the mirror cannot be read, and
-    UserError if another machine has set aside the latest one here."""
+    back. Return None if none is newer than the latest one here. Raises RunError if the mirror cannot be read. Also
+    raises the errors of `refuse_if_set_aside`."""
     files = without_left(run, retried(mirror, mirror.files))
     refuse_if_set_aside(run, mirror, files)
     found = retried(mirror, partial(newest_in_mirror, mirror, files))
@@ -112,9 +112,8 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     - Results, metrics, summary, chart and the best checkpoint are fetched, too.
     - `check` is called with a checkpoint's meta.json before the checkpoint is fetched.
 
-    Raises the errors of `check`. Raises UserError if, on another machine, the run has abandoned the present latest one,
-    or if no checkpoint is here and those in the mirror are damaged. Raises RunError if the mirror cannot be read or a
-    file cannot be moved.
+    Raises the errors of `check` and of `refuse_if_set_aside`. Raises UserError if no checkpoint is here and those in
+    the mirror are damaged. Raises RunError if the mirror cannot be read or a file cannot be moved.
     """
     there, brought, is_damaged = retried(mirror, mirror.files), None, False
     files = without_left(run, there)
@@ -186,8 +185,8 @@ def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
 
 
 def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
-    """Raise UserError if, by the mirror's `files`, another machine has set aside the latest checkpoint here. That
-    machine has restarted the run, or resumed it from an earlier checkpoint."""
+    """Raise UserError if another machine has set aside the mirror's copy of the latest checkpoint here. That machine
+    has restarted the run, or resumed it from an earlier checkpoint. Also raises the errors of `choose_start`."""
     start = choose_start(run.checkpoints, None)
     # Without this refusal, this machine would overwrite the other machine's work.
     if start and is_set_aside(files, start.name):

@@ -231,7 +231,7 @@ def check_url(url: str) -> str:
     known = [name for name in CREDENTIALS if name != "memory"]
     if not separator or scheme not in CREDENTIALS:
         there = ", ".join(f"{name}://" for name in known)
-        raise UserError(f'mirror (URL, --mirror or "mirror" in train.json) {shown}: unknown scheme; there are {there}')
+        raise UserError(f'mirror {shown} (URL, --mirror or "mirror" in train.json): unknown scheme; use one of {there}')
     user = rest.partition("/")[0].rpartition("@")[0]
     if "?" in rest or ":" in rest.rpartition("@")[0] or (user and scheme != "sftp"):
         raise UserError(f'mirror {shown}: must have no credentials and no "?" in it; instead: {CREDENTIALS[scheme]}')

@@ -136,9 +136,9 @@ class Uploads:
                 self.damaged.add(path.name)
 
     def push(self) -> None:
-        """Send what has changed. Delete checkpoints in the mirror that are incomplete or beyond `keep`. The first call
-        also sets aside the checkpoints there that the run has abandoned by going back. Raises LeaseLost if another
-        machine has taken the run, and the errors of the store."""
+        """Send what has changed. Delete unneeded checkpoints in the mirror: incomplete ones, and those beyond `keep`.
+        The first call also sets aside the checkpoints there that the run has abandoned by going back. Raises LeaseLost
+        if another machine has taken the run, and the errors of the store."""
         if self.lease is not None:
             self.lease.check()
         there = self.mirror.files()
@@ -284,8 +284,8 @@ class Uploads:
 
     def _set_aside(self, there: dict[str, int]) -> None:
         """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. Move
-        their measurements to RESULTS_ASIDE, and delete summary and chart; files that are also here stay. `there`, the
-        mirror's files with their sizes, is updated.
+        their measurements to RESULTS_ASIDE, and delete summary and chart, except files that also exist on this
+        machine. `there`, the mirror's files with their sizes, is updated.
 
         - A checkpoint that this machine has abandoned by going back is stale, unless a checkpoint of the same or a
           later step is both here and in the mirror.

@@ -137,7 +137,7 @@ class Plan:
     def added_checkpoints(self, *, at_end: bool = False) -> int:
         """Return the largest number of planned checkpoints that can be on the disk besides those that are there now.
 
-        With `at_end`, this is the number once the run has finished without a further stop.
+        With `at_end`, count only those that remain after the run has finished, and assume that it is not stopped again.
         """
         assert self.position is not None
         steps = [at for at, _ in list_checkpoints(self.experiment.run.checkpoints)] if self.is_continued else []

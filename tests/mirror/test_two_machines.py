@@ -532,7 +532,7 @@ def test_a_run_with_another_dataset_of_the_same_name_is_refused_until_it_is_rest
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("s4://bucket", "unknown scheme; there are hf://, s3://, gs://, sftp://, file://"),
+        ("s4://bucket", "unknown scheme; use one of hf://, s3://, gs://, sftp://, file://"),
         ("s3://key:secret@bucket", "must have no credentials"),
         ("s3://key:with/secret@bucket/x", "must have no credentials"),
         ("sftp://me:with@secret@host/x", "must have no credentials"),
