@@ -95,8 +95,7 @@ class Plan:
 
     def times(self, work: str, interval: int | None) -> int:
         """Return how often `work` ("validation", "benchmarks" or "checkpoint") is still to be done. In the remaining
-        steps, it is due at this `interval` (see `Position.is_due`). Work that an earlier process has left undone counts
-        once more."""
+        steps, it is due at this `interval` (see `Position.is_due`). Work that an earlier process left undone adds 1."""
         steps = self.steps
         if interval is None:
             return 0
