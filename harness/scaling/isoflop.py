@@ -188,7 +188,7 @@ def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, Po
     """Return the power laws of the best size, its tokens and its loss over FLOPs, if there are enough profiles.
     `lowest` has (FLOPs, optimum, `_minima` of the draws) for each profile with an optimum."""
     if len(lowest) < LEAST_PROFILES:
-        return Inconclusive(f"it needs at least {LEAST_PROFILES} profiles with a best size (given: {len(lowest)})")
+        return Inconclusive(f"a power law needs {LEAST_PROFILES} profiles with a best size (given: {len(lowest)})")
     inverse_2xK = np.linalg.pinv(np.vander(np.log([flops for flops, _, _ in lowest]), 2))
     drawn_KxBx3 = np.array([minima for _, _, minima in lowest])
     drawn_KxBx3 = drawn_KxBx3[:, np.isfinite(drawn_KxBx3).all(axis=(0, 2))]

@@ -77,9 +77,9 @@ class DerivedRun:
         return Experiment(self.directory, self.train_config, self.model_config, datasets_dir)
 
     def is_made(self) -> bool:
-        """Return True if the run's folder exists, and False if nothing is at its path. Keys that affect no result,
-        except `epochs`, may have other values in the folder. Raises UserError if the path holds something else, such as
-        another run, or if a file is damaged."""
+        """Return True if the run's folder exists, and False if nothing is at its path. Keys that affect no result may
+        have other values in the folder, but `epochs` may not: it can decide the run's length. Raises UserError if the
+        path holds something else, such as another run, or if a file is damaged."""
         folder, files = self.directory.path, (self.directory.train_json, self.directory.model_json)
         other = ""
         if not os.path.lexists(folder):
@@ -224,8 +224,8 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
 
 
 def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, JsonValue]:
-    """Return the changes that fit a run to its data's vocabulary and validation splits. Changes in `given` must take
-    precedence over them."""
+    """Return the changes that fit a run to its data's vocabulary and validation splits. The caller must override
+    them with the changes in `given`."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, data.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:

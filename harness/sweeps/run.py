@@ -118,9 +118,9 @@ def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, 
     - the dollars of all runs together
     - the seconds for which sweeps have used the machine
 
-    The last two count overlapping time once. Training outside of sweeps adds to the dollars, but to the seconds only
-    if `earlier_attempts` takes that training for part of a killed sweep. Raises UserError if a sweep.log has a date
-    that does not exist.
+    The last two count the time of overlapping attempts once. Training outside of sweeps adds to the dollars only,
+    unless `earlier_attempts` mistakes it for part of a killed sweep. Raises UserError if a sweep.log has a date that
+    does not exist.
     """
     by_run: dict[str, float] = {}
     attempts: list[tuple[float, float, float]] = []

@@ -150,4 +150,4 @@ def test_three_sizes_alone_leave_nothing_to_judge_by() -> None:
     points = parabolas(sizes=(0.5, 1, 2))
     isoflop = fitted(points, least_sizes=3)
     assert "train a 4th" in str(isoflop.profiles[0].optimum)
-    assert str(isoflop.laws) == "inconclusive, because it needs at least 3 profiles with a best size (given: 0)"
+    assert str(isoflop.laws) == "inconclusive, because a power law needs 3 profiles with a best size (given: 0)"
