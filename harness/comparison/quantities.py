@@ -212,7 +212,7 @@ def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
 
 
 def _validation_loss(record: RunRecord) -> Number:
-    """Return the last validation loss. If there is none: Inconclusive if train.json asks for no validation, else None."""
+    """Return the last validation loss, else Inconclusive if train.json asks for no validation, else None."""
     value = _latest("final_validation_loss", "validation_loss", record)
     is_off = record.train and record.train.get("validation_interval") is None
     return Inconclusive("trained without validation") if value is None and is_off else value
