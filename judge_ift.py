@@ -76,7 +76,7 @@ def main(
     judged together.
 
     If test_ift.py wrote the responses to a run's folder, and the checkpoint that gave the answers still exists, the
-    scores are also written to results/ in this folder.
+    scores are also written to that run's results/.
     """
     from harness.evaluation.instruct.responses import read_comparable
     from harness.evaluation.judge.report import judge_and_report

@@ -49,8 +49,8 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
     Checkpoints are fetched only if the newest one at URL is newer than `latest` here, or replaces a damaged `latest`.
-    The newest one then becomes `latest`. Checkpoints that the run has abandoned here, by going back or by --restart, do
-    not count.
+    The newest one then becomes `latest`. Checkpoints at URL that the run has abandoned here, by going back or by
+    --restart, are ignored.
 
     Settings and results that are here already are not replaced.
 

@@ -80,15 +80,15 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     default="seeded",
     show_default=True,
     help="seeded: hold out documents drawn with a fixed seed, or the end of the text if a split would get no document. "
-    "given: hold out the last documents; fractions are then shares of the number of documents, or of tokens if a split "
+    "given: hold out the last documents; the fractions are of the number of documents, or of tokens if a split "
     "would get no document.",
 )
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
     help="Shuffle all training documents with this seed. If the end of the text or the last documents are held out "
-    "(see --split-order), all documents are shuffled first. Without a seed, a text of up to 16,384 documents is "
-    "shuffled, and a longer one in part; with --split-order given, or if the end of the text is held out, none is.",
+    "(see --split-order), shuffle the whole text before the split. Without a seed, shuffle a text of up to 16,384 "
+    "documents, and part of a longer one; shuffle nothing with --split-order given, or if the end is held out.",
 )
 @click.option(
     "--exclude",

@@ -158,7 +158,7 @@ def compare(
     case: Case, precision: str, peer: str, *, ranks: int, threads: int, seconds: float, steps: int
 ) -> dict[str, Any]:
     """Return a row of the table that compares our command in `precision` with the program `peer`. Both take steps in
-    turns, each at least WARM_UP + `steps` and at most STEPS - 1, until `seconds` have passed since their start."""
+    turns until `seconds` have passed since their start. Each takes at least WARM_UP + `steps`, at most STEPS - 1."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run = make_run(folder, case, tied=not peer.startswith("upstream"), precision=precision, ranks=ranks)

@@ -18,9 +18,9 @@ class SlowRanks:
         self._found: dict[int, tuple[int, int, bool]] = {}
 
     def name(self, seconds: Sequence[float], step: int, name_of: Callable[[int], str]) -> Iterator[str]:
-        """Yield a note for each rank as soon as it has been slow in REPORTS reports in a row and over LEAST_STEPS
-        steps. Must be called for each report. `seconds` are `Watchdog.own_seconds`, by rank. `name_of` returns a
-        rank's name, which says on which machine it is."""
+        """Yield a note for each rank as soon as it has been slow in at least REPORTS reports in a row, with at least
+        LEAST_STEPS steps between the first and the last. Must be called for each report. `seconds` are
+        `Watchdog.own_seconds`, by rank. `name_of` returns a rank's name, which says on which machine it is."""
         usual = statistics.median_low(seconds)  # of two ranks, the faster
         for rank, own in enumerate(seconds):
             if usual < LEAST_SECONDS or own <= usual * (1 + SLOWER_BY):

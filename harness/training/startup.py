@@ -156,7 +156,8 @@ def choose_precision(config: TrainConfig, device: torch.device, meta: Checkpoint
     """Return the name of the run's precision. `meta` is that of the checkpoint to resume from, or None.
 
     - train.json names a precision: this one. Raises UserError if this device does not support it.
-    - "auto" as in the checkpoint, on the same kind of device (CPU, GPU): the checkpoint's, if this device supports it.
+    - "auto" in train.json and in the checkpoint: the precision that the checkpoint was trained in, if this device is
+      of the same kind (CPU, GPU) and supports that precision.
     - all other cases: what `Precision.for_training` chooses for this device.
     """
     best = Precision.for_training(config.precision, device).name
