@@ -124,7 +124,8 @@ def find_text(patterns: Sequence[str]) -> TextSource:
     Raises UserError if there is no file to read for a pattern.
     """
     found: dict[str, Path] = {}
-    ignored: dict[Path, str] = {}
+    ignored: dict[Path, str] = {}  # by the path without links to folders above it and without ".."
+    resolved = cache(Path.resolve)
     for pattern in patterns:
         folder, others = Path(pattern), dict[Path, str]()
         if folder.is_dir():
@@ -136,7 +137,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
                 if path.is_file() and is_surely_text(path.name):
                     paths.append(path)
                 elif path.is_file() or path.is_symlink():  # rglob does not follow links to folders
-                    others[path] = relative.as_posix()
+                    others[resolved(path.parent) / path.name] = relative.as_posix()
         else:
             paths = matching_files(pattern)
         if not paths:
@@ -149,11 +150,13 @@ def find_text(patterns: Sequence[str]) -> TextSource:
         is_root = len(patterns) == 1 and folder.is_dir()
         found |= {(path.relative_to(folder) if is_root else path).as_posix(): path for path in paths}
         ignored |= others
-    once: dict[Path, tuple[str, Path]] = {}  # by the path without links to folders and without ".."
-    resolved = cache(Path.resolve)
+    once: dict[Path, tuple[str, Path]] = {}  # by such a path, too
     for name, path in sorted(found.items()):
         once.setdefault(resolved(path.parent) / path.name, (name, path))
-    if unread := [name for path, name in ignored.items() if resolved(path.parent) / path.name not in once]:
+    # A link to a folder is read if another pattern names that folder or files in it.
+    folders = {path.parent for path in once} | {resolved(Path(each)) for each in patterns if Path(each).is_dir()}
+    read = {path for path in ignored if path in once or (path.is_dir() and resolved(path) in folders)}
+    if unread := [name for path, name in ignored.items() if path not in read]:
         names = printable(abbreviated(unread))
         tell(f"not read: {names} (perhaps not text, or a link to a folder or to nothing; to read some, give a glob)")
     files = []
