@@ -80,7 +80,7 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     default="seeded",
     show_default=True,
     help="seeded: hold out documents drawn with a fixed seed, or the end of the text if a split would get no document. "
-    "given: hold out the last documents; the fractions are of the number of documents, or of tokens if a split "
+    "given: hold out the last documents; fractions are then shares of the number of documents, or of tokens if a split "
     "would get no document.",
 )
 @click.option(
@@ -128,9 +128,10 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
     """Make a token dataset from INPUT in OUTPUT_DIR (DATASETS_DIR/owner/name).
 
     INPUT is a folder, a file or a glob, or several of these, or the name of a dataset on the Hugging Face Hub. Files
-    are read in the order of their names. In a folder, all but hidden files of parquet, JSON lines (.jsonl, .ndjson)
-    and text (.txt, .text) are read, the last two also with .gz or .zst. Any other file is read if it is given by name
-    or glob: .json as JSON lines, the rest as text. To resume an interrupted preparation, run the same command again.
+    are read in the order of their names. In a folder, files of parquet, JSON lines (.jsonl, .ndjson) and text (.txt,
+    .text) are read, the last two also with .gz or .zst; hidden files are not. Any other file is read if it is given by
+    name or glob: .json as JSON lines, the rest as text. To resume an interrupted preparation, run the same command
+    again.
 
     Each document ends with the token <|endoftext|>, or with <|end_of_text|> if --tokenizer is a tokenizer.json that has
     only that one. Inside a document, the token's name is ordinary text.

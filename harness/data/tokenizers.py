@@ -280,8 +280,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
     reached = backend.get_vocab_size()
     if reached != vocab_size:
         raise UserError(
-            f"the text is too small or too uniform for a vocabulary of {vocab_size} tokens: give more varied text, or "
-            f"a --train-tokenizer of at most {reached}"
+            f"the text is too small or too uniform for a vocabulary of {vocab_size} tokens: give more or more "
+            f"varied text, or a --train-tokenizer of at most {reached}"
         )
     # A learned token or a byte that is spelt like a special token gets that token's id.
     merges = json.loads(backend.to_str())["model"]["merges"]
