@@ -107,7 +107,7 @@ def _compare(
     own: str, arms: Arms, loss: str, basis: Basis, values: Sequence[Values], records: Sequence[RunRecord]
 ) -> BaselineComparison:
     """Compare the other arms with the baseline's arm, `own`, by losses on one text (`basis`). `loss` is the name of the
-    loss. `values[i]` has the losses of the run `records[i]`, on this text and on others."""
+    loss. `values[i]` has the losses of the run `records[i]` on all texts."""
     measured = by_basis(values)[basis]
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in measured.items()}

@@ -94,8 +94,8 @@ class Progress:
     """Milestones that this rank has passed. Any thread may call any method."""
 
     def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
-        """Create the progress of a rank that has passed no milestone. `record` returns a DeviceMark, which the
-        device reaches once it has done all work that it has been given so far. On a CPU, `record` is None."""
+        """Create the progress of a rank at its start. `record` returns a DeviceMark, which the device reaches
+        once it has done all work that it has been given so far. On a CPU, `record` is None."""
         self._record = record
         self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a method
         self._reached = Milestone("the start", [-1, 0], False, time.monotonic())

@@ -144,8 +144,9 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
 
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
-    """Return a predicate on checkpoint names. It is True for a checkpoint in the mirror that this machine's run has
-    abandoned by going back, until the next upload. `files` are all files of the mirror."""
+    """Return a predicate on checkpoint names. Until the next upload, it is True for a checkpoint in the mirror that
+    the run has abandoned by going back on this machine, even for one that was never here. `files` are all files of the
+    mirror."""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
     # The next upload renames the meta.json of abandoned checkpoints. Until then, they are found here.
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}

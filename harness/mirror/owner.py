@@ -152,7 +152,7 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
 
 def own_id(run: RunDirectory) -> str:
     """Return the random id by which owner.json names this machine. Later processes get the same id, which is kept in
-    the run's folder. A copy of the folder gets a new id if its path or the machine's host name is another."""
+    the run's folder. A copy of the folder gets a new id if its path or the machine's host name differs."""
     known = remembered(run)
     # Kept, so that a killed run that is started again does not wait for its own lease.
     if isinstance(known.get("id"), str):

@@ -116,8 +116,8 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
 
 
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
-    """Draw the best size, or the best number of tokens (`quantity`), over FLOPs, by the isoFLOP profiles
-    and by the fitted law, or write why both are unknown."""
+    """Draw the best size, or the best number of tokens (`quantity`), over FLOPs: once by the isoFLOP profiles, and once
+    by the fitted law. If neither gives any, write why the profiles do not."""
     isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
     title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
     axes.set(xscale="log", yscale="log", xlim=along[[0, -1]], title=title, xlabel="FLOPs", ylabel=quantity)
