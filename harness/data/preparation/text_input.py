@@ -153,10 +153,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
     once: dict[Path, tuple[str, Path]] = {}  # by such a path, too
     for name, path in sorted(found.items()):
         once.setdefault(resolved(path.parent) / path.name, (name, path))
-    # A link to a folder is read if another pattern names that folder or files in it.
-    folders = {path.parent for path in once} | {resolved(Path(each)) for each in patterns if Path(each).is_dir()}
-    read = {path for path in ignored if path in once or (path.is_dir() and resolved(path) in folders)}
-    if unread := [name for path, name in ignored.items() if path not in read]:
+    if unread := [name for path, name in ignored.items() if path not in once]:
         names = printable(abbreviated(unread))
         tell(f"not read: {names} (perhaps not text, or a link to a folder or to nothing; to read some, give a glob)")
     files = []
