@@ -280,7 +280,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
     reached = backend.get_vocab_size()
     if reached != vocab_size:
         raise UserError(
-            f"the text is too small or too uniform for a vocabulary of {vocab_size} tokens: give more or more "
+            f"the text is too small or too uniform for a vocabulary of {vocab_size} tokens: give more text, more "
             f"varied text, or a --train-tokenizer of at most {reached}"
         )
     # A learned token or a byte that is spelt like a special token gets that token's id.

@@ -284,8 +284,8 @@ def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
     """Return meta.json of `checkpoint` (None: the latest one), or None for a new run.
 
-    For a checkpoint of Giles Thomas's trainer, missing keys are filled in. Hashes are not verified. Raises UserError if
-    the checkpoint or the data cannot be opened, or if the batch is impossible.
+    For a checkpoint of the lab notebook's program (upstream.py), missing keys are filled in. Hashes are not
+    verified. Raises UserError if the checkpoint or the data cannot be opened, or if the batch is impossible.
     """
     found = open_start(experiment.run, checkpoint, verify=False)
     if found is None:

@@ -340,8 +340,8 @@ def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
     """Write and print a finished run's summary from its last checkpoint, if summary.json is missing or has fewer tokens
-    than the checkpoint. Does nothing if Giles Thomas's lab notebook wrote the checkpoint. Rank 0 only. Raises RunError
-    if summary.json cannot be written."""
+    than the checkpoint. Does nothing for a checkpoint of the lab notebook's program (upstream.py). Rank 0 only.
+    Raises RunError if summary.json cannot be written."""
     meta, run = prepared.meta, prepared.experiment.run
     if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return

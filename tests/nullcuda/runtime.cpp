@@ -1,7 +1,7 @@
 // CUDA's runtime for a device that computes nothing. Memory is counted, and refused as on a card of NULLCUDA_GIB; it is
 // reserved address space, so that what nobody touches takes no memory of this machine. Copies to and from the host are
-// made; one to pinned memory only when something waits for it, until when its target is NaN. Kernels and waits are
-// counted.
+// made, except the largest to the device; one to pinned memory only when something waits for it, until when its target
+// is NaN. Kernels and waits are counted.
 
 #include <cuda_runtime_api.h>
 

@@ -185,8 +185,10 @@ def test_it_continues_to_the_same_end_if_that_is_asked_for(shop: InProcess) -> N
 @pytest.mark.slow
 def test_a_stop_before_the_end_changes_nothing(shop: InProcess) -> None:
     """The level is part of a checkpoint: a run that was stopped twice ends at the same step."""
-    run = shop.add_run("interrupted", **RISING)
-    for step in (40, metrics(shop.runs / "ended")[-1]["global_step"] - 5):
-        shop.train("interrupted", ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step={step})", expect=143)
-    shop.train("interrupted", ranks=1, expect=4)
-    assert_same_end(shop.runs / "ended", run)
+    of_two_ranks = RISING | {"min_train_tokens": 2 * RISING["min_train_tokens"]}
+    straight, run = (shop.add_run(name, **of_two_ranks) for name in ("straight", "interrupted"))
+    shop.train("straight", expect=4)
+    for step in (40, metrics(straight)[-1]["global_step"] - 5):
+        shop.train("interrupted", prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step={step})", expect=143)
+    shop.train("interrupted", expect=4)
+    assert_same_end(straight, run)
