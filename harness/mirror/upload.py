@@ -299,13 +299,9 @@ class Uploads:
         def is_left(name: str) -> bool:
             return step_of(name) > (shared if is_left_here(name) else self.start_step)
 
-        for name in reversed(names_in(there)):  # the newest last: until then, a killed process's successor finds it
-            if is_left(name) and f"checkpoints/{name}/{META}" in there:
-                if content := self.mirror.read(f"checkpoints/{name}/{META}"):
-                    self.mirror.write(f"checkpoints/{name}/{ASIDE}", content)
-                self.mirror.delete(f"checkpoints/{name}/{META}")
-                there[f"checkpoints/{name}/{ASIDE}"] = there.pop(f"checkpoints/{name}/{META}")
-                stale |= {file.name for file in (self.run.summary, self.run.chart) if not file.exists()}
+        left = [name for name in names_in(there) if is_left(name) and f"checkpoints/{name}/{META}" in there]
+        if left:
+            stale |= {file.name for file in (self.run.summary, self.run.chart) if not file.exists()}
         for path in there:
             folder, _, file = path.partition("/")
             checkpoint = CHECKPOINT_NAME.search(file) if folder == self.run.results.name else None
@@ -315,6 +311,13 @@ class Uploads:
         for file in stale & there.keys():
             self.mirror.delete(file)
             del there[file]
+        # After the deletions, which a process that is killed between them could not tell to be due any more. The newest
+        # last: until then, a killed process's successor finds it.
+        for name in reversed(left):
+            if content := self.mirror.read(f"checkpoints/{name}/{META}"):
+                self.mirror.write(f"checkpoints/{name}/{ASIDE}", content)
+            self.mirror.delete(f"checkpoints/{name}/{META}")
+            there[f"checkpoints/{name}/{ASIDE}"] = there.pop(f"checkpoints/{name}/{META}")
 
     def _delete_incomplete(self, there: dict[str, int]) -> None:
         """Delete the mirror's incomplete checkpoints that are no longer wanted, such as a lost machine's, to make room.

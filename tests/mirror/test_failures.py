@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import shlex
 import signal
 import socket
@@ -20,6 +21,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from harness.common.errors import RunError, UserError
 from harness.mirror import upload
 from harness.mirror.store import Mirror, open_mirror
+from harness.mirror.upload import Uploads
+from harness.runs.directory import RunDirectory
 from tests.mirror.test_two_machines import SETTINGS, STOP, add_machine
 from tests.support import faulty_store
 from tests.support.jobs import start, wait_for
@@ -110,6 +113,30 @@ def test_a_full_store_is_cleared_of_what_was_overtaken_before_more_is_sent(tmp_p
         assert machine.train_here().stderr == ""
     finally:
         undo()
+
+
+def test_setting_aside_is_completed_after_a_failure_at_any_operation(tmp_path: Path, memory: None) -> None:
+    machine = add_machine(tmp_path, "first", mirror="memory://store", **STOP)
+    machine.train_here()
+    machine.add_run("restarted")
+    run, store = RunDirectory(machine.runs / "restarted"), MemoryFileSystem()
+    stored = {path: store.cat_file(path) for path in store.find("/store")}
+    for number in itertools.count():
+        MemoryFileSystem.store.clear()
+        store.pipe(stored)
+        undo = faulty_store.watch("memory", faulty_store.fail(TimeoutError(), window=range(number, number + 1)))
+        try:
+            Uploads(run, Mirror("memory://store", "r"), keep=None, start_step=-1).push()
+            break  # the push has fewer operations
+        except TimeoutError:
+            pass
+        finally:
+            undo()
+        Uploads(run, Mirror("memory://store", "r"), keep=None, start_step=-1).push()
+        names = {path.removeprefix("/store/r/") for path in store.find("/store")}
+        assert not names & {"summary.json", "training-run-chart.png"}, number
+        assert not store.glob("/store/r/checkpoints/*/meta.json")
+    assert number > 10
 
 
 @pytest.mark.fault("a store that keeps half of a file", "found, and sent again")
