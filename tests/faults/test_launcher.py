@@ -69,7 +69,7 @@ PLACES = [
     Place("the check of the data", "before(CHECK, note({mark!r}, pause(60)), rank=0)", says=ENDED),
     Place("the first step", "before(STEP, note({mark!r}, until({go!r})), rank=0, step=0)", step=0),
     Place("a step", "before(STEP, note({mark!r}, until({go!r})), rank=1, step=5)", step=5),
-    Place("a step without end", "before(STEP, note({mark!r}, spin), rank=0, step=5)", 3, says="no checkpoint was"),
+    Place("a step without end", "before(STEP, note({mark!r}, spin), rank=0, step=5)", 3, says="a new checkpoint"),
     Place("a validation", "before(EVALUATION, note({mark!r}, until({go!r})), rank=0, step=6)", step=6),
     Place("a save", "before(WRITE, note({mark!r}, until({go!r})), rank=0, step=6)", step=6),
     Place("the end", "before(END, note({mark!r}, until({go!r})), rank=0)", step=STEPS - 1),
