@@ -32,10 +32,10 @@ def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
       memory: 40 %)
     - 1 if a measurement other than the download fails
     - 2 if the host's memory cannot hold RUN's weights, or if this machine
-      cannot compute what its train.json demands
+      cannot compute what RUN's train.json demands
 
     With RUN, also train a new model with that run's settings for some steps, and save the speed for `ddp_train.py RUN
-    DATASETS_DIR --plan`. Compiling the model can take minutes. The run itself then need not compile it again.
+    DATASETS_DIR --plan`. Compiling the model can take minutes; the run itself need not compile it again.
 
     \b
         uv run check_machine.py 8xa100m40 --processes 8

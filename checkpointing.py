@@ -69,9 +69,9 @@ class Checkpointer:
     def restore(self, loader: TokenLoader) -> None:
         """Resume from `prepared.checkpoint`, or begin the run if there is no checkpoint.
 
-        Sets the run's links and metrics back to the checkpoint, or moves earlier results aside. Warms up the optimizer
-        step with `loader`'s first microbatch. Raises UserError if the checkpoint or the initial weights do not fit this
-        run, or if `compile` is true and compilation fails. Raises RunError or OSError if a move or write fails.
+        Resets metrics and the links `latest` and `best` to the checkpoint, or moves earlier results aside. Warms up the
+        optimizer step with `loader`'s first microbatch. Raises UserError if the checkpoint or the initial weights do
+        not fit, or if `compile` is true and compilation fails. Raises RunError or OSError if a move or write fails.
         """
         start, seed, rank = self.prepared.checkpoint, self.config.seed_of("dropout"), self.world.rank
         saved = None

@@ -131,7 +131,7 @@ def main(
 
 
 def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the runs that `baseline`, a run or an arm, selects.
+    """Return the names of the runs that `baseline`, a run or an arm, selects. Raises UserError if it is neither.
 
     - A run in `compared` (empty: all runs) selects itself.
     - Any other run selects all runs of its arm, itself first.

@@ -222,7 +222,7 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--write", is_flag=True, help="With -f: write the size, or the next smaller valid one, to train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
 @click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s, not counting validation time.")
-@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: N tokens/s, counting validation time.")
+@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s, validation included.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: assume N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
 @click.option("--mirror", metavar="URL", help="Use this mirror (docs/mirror.md), not train.json's; 'none': no mirror.")

@@ -127,9 +127,9 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, object] | None) -> Plan:
     """Return the training that a value of --predict names.
 
-    `text` is this value, such as a run's name or `parameters=1e9,tokens=2e10`. `cost` and `trained_on` are those of the
-    fitted Points. Raises UserError if the text or the run is wrong, if the law does not hold for the run, or if the
-    run's tokens are not known.
+    `text` is this value, such as a run's name or `parameters=1e9,tokens=2e10`. `cost` and `trained_on` belong to the
+    Points that the law is fitted to. Raises UserError if the text or the run is wrong, if the law does not hold for the
+    run, or if the run's tokens are not known.
     """
     from harness.comparison.records import RunRecord
     from harness.model.config import load_model_config
@@ -160,8 +160,8 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, 
     for key, theirs, mine in zip(("dataset", "context_length"), trained_on or own, own, strict=True):
         if theirs != mine:
             raise UserError(
-                f"--predict {text}: its {key} is {json.dumps(mine)}, and that of the runs is {json.dumps(theirs)}, so "
-                f"their law does not hold for it; {remedy}"
+                f"--predict {text}: its {key} is {json.dumps(mine)}, not {json.dumps(theirs)} "
+                f"as in the fitted runs; {remedy}"
             )
     # If the budget's tokens depend on the number of ranks, they are known once the run has begun and recorded them.
     wanted = stated_tokens(train, model)

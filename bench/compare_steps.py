@@ -3,10 +3,10 @@
     uv run bench/compare_steps.py --threads 2 --json steps.json
 
 Each program runs in its own processes and takes one step at a time, so that other work on the machine slows all
-programs alike. For this project, ddp_train.py itself runs, with its whole training loop. The output head of its model
-is tied to the token embedding if the other program's is. Results are medians of all steps but the first three. Each row
-has two ratios, of processor time and of elapsed time: the other program's time divided by ours. The exit status is 1 if
-the ratio of processor time is below --at-least in any row, so that a loss of speed is noticed.
+programs alike. For this project, ddp_train.py itself runs, with its whole training loop. The output head is tied to the
+token embedding in both models or in neither. Results are medians of all steps but the first three. Each row has two
+ratios, of processor time and of elapsed time: the other program's time divided by ours. The exit status is 1 if the
+ratio of processor time is below --at-least in any row.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def compare(
     default=15.0,
     show_default=True,
     type=click.FloatRange(0),
-    help=f"Minimum time for each row, the start of the programs included; at most {STEPS - 1:,} steps are taken.",
+    help=f"Minimum time for each row, with the start of both programs. A row ends early after {STEPS - 1:,} steps.",
 )
 @click.option(
     "--steps",

@@ -87,7 +87,7 @@ def run_stages(bench: Workbench, stages: list[str], seconds: float) -> bool:
 
 
 def run_stage() -> None:
-    """Run the stage that sys.argv names. Once the command that started this process has ended, even by SIGKILL, kill
+    """Run the stage that sys.argv names. If the command that started this process ends first, even by SIGKILL, kill
     this process group."""
     parent, stage, shipped_runs, work, out, tiny = sys.argv[1:]
 
@@ -104,8 +104,8 @@ def run_stage() -> None:
 
 
 def measured_rows(bench: Workbench) -> list[str]:
-    """Return the rows of the table in docs/performance.md that are for this machine's GPU, or new rows if there are
-    none. Their last column has the tokens/s that were measured with DistributedDataParallel."""
+    """Return the rows for this machine's GPU in the table of docs/performance.md, or new rows if it has none. The last
+    column has the tokens/s measured with DistributedDataParallel. A row that was not measured is left out."""
     device, rows = find_device(bench.device), []
     known = TABLE.read_text(encoding="utf-8").splitlines()
     speeds = {row["stage"]: row.get("tokens_per_second") for row in bench.rows() if row["table"] == "step"}

@@ -90,7 +90,7 @@ def measure_exchange(bench: Workbench) -> None:
 def measure_attention(bench: Workbench) -> None:
     """Record the milliseconds of attention, forward and backward together, for each kernel and dropout rate.
 
-    Also record the share of attention weights that are really dropped, or torch's reason to refuse the kernel.
+    Also record the share of attention weights that are really dropped. If torch refuses a kernel, record only why.
     """
     model, train = bench.shipped()
     heads, length, batch = model["n_heads"], model["context_length"], train["microbatch_size"]

@@ -29,7 +29,7 @@ def measure_step(bench: Workbench, *options: str) -> None:
 @click.command
 @click.option("--fast", is_flag=True, help="The shipped run with Muon and other options of docs/levers.md.")
 @click.option("--ddp", is_flag=True, help="In DistributedDataParallel and with NCCL, in a world of one rank.")
-@click.option("--microbatch", type=int, help="Microbatch size, in place of the shipped run's; not in a rehearsal.")
+@click.option("--microbatch", type=int, help="Microbatch size, in place of the shipped run's. A rehearsal ignores it.")
 @click.option("--model", multiple=True, callback=keys, metavar="KEY=JSON", help="Set a key of model.json.")
 @click.option("--set", "train", multiple=True, callback=keys, metavar="KEY=JSON", help="Set a key of train.json.")
 @click.pass_obj
@@ -89,8 +89,7 @@ def measure_continue(bench: Workbench) -> None:
 def measure_saving(bench: Workbench) -> None:
     """Record how long checkpoints that are written in the background delay training.
 
-    For each checkpoint that another step follows: the seconds by which that step is longer than the median step, and
-    the median.
+    For each checkpoint but the last: the seconds by which the next step is longer than the median step, and the median.
     """
     interval = STEPS[bench.tiny] - 4  # far apart, because a checkpoint waits until the one before is written
     train = {"train_steps": 2 * STEPS[bench.tiny], "checkpoint_interval": interval, "report_interval": 1}

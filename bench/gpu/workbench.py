@@ -96,8 +96,8 @@ class Workbench:
         return self.work / "datasets"
 
     def shipped(self, *, fast: bool = False) -> tuple[Row, Row]:
-        """Return model.json and train.json of the run FAST if `fast`, else of the shipped run for this machine's kind
-        of GPU (OTHERS if there is none). A rehearsal has a smaller model and microbatch."""
+        """Return model.json and train.json of the run FAST if `fast`, else of the run for this machine's GPU (SHIPPED,
+        OTHERS). In a rehearsal, model and microbatch are smaller."""
         device = find_device(self.device)
         run = self.shipped_runs / (FAST if fast else SHIPPED.get(device.name if device else "", OTHERS))
         model, train = (json.loads((run / f"{name}.json").read_text(encoding="utf-8")) for name in ("model", "train"))

@@ -105,8 +105,8 @@ EXIT = Exit()
 
 
 def tell_how_to_continue(undoing: str | None) -> None:
-    """Set `EXIT.again`, the remedy in this process's messages: to run the same command again. `undoing` is an argument
-    that undoes earlier work, such as "--restart", or None. The user must leave it out if it has taken effect."""
+    """Set `EXIT.again`, the remedy in this process's messages: to run the same command again, without the argument
+    `undoing` (such as "--restart"; None: no argument) if that has undone earlier work already."""
     EXIT.again = f"{AGAIN} (without {undoing} if that has taken effect)" if undoing else AGAIN
 
 
@@ -257,7 +257,7 @@ def _mark_of_the_end() -> Path | None:
 
 
 def end_for_good(status: int) -> None:
-    """Make the ranks that torchrun starts again on this machine exit with `status`, by `exit_if_ended`."""
+    """Make ranks that torchrun later restarts on this machine exit with `status`, by `exit_if_ended`."""
     # torchrun (--max-restarts) takes an orderly stop for a failure, because the exit status is not 0.
     if mark := _mark_of_the_end():
         with suppress(OSError):

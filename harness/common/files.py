@@ -72,7 +72,8 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
     """Yield the path of a draft file for the body to write, then flush the draft to disk and rename it to `final`.
 
     `draft` must be on the file system of `final`. By default, it is a hidden file beside `final`. If the body fails,
-    the draft is removed. A symbolic link `final` is replaced, not its target.
+    the draft is removed. A symbolic link `final` is replaced, not its target. Raises OSError if `final` is a folder or
+    a special file.
     """
     if final.exists() and not final.is_file() and not final.is_dir():  # a rename would replace a device like /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(final))
@@ -185,7 +186,7 @@ def check_name(name: str, what: str) -> str:
         raise UserError(f"{what} {name[:20]!r}…: longer than {LONGEST_NAME} characters; shorten it")
     if not SAFE_NAME.fullmatch(name):
         raise UserError(
-            f"{what} {name!r}: must be a plain name of ASCII letters, digits and _.+- that begins with none of .+-"
+            f"{what} {name!r}: must be a plain name of ASCII letters, digits and _.+- that does not begin with . + or -"
         )
     return name
 

@@ -168,8 +168,8 @@ def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_sa
     ("file", "changed", "says"),
     [
         ("train", {"initial_weights": "model.safetensors"}, "the laws hold only without it"),
-        ("train", {"dataset": "local/other"}, 'its dataset is "local/other", and that of the runs is "local/letters"'),
-        ("model", {"context_length": 32}, "its context_length is 32, and that of the runs is 16"),
+        ("train", {"dataset": "local/other"}, 'dataset is "local/other", not "local/letters" as in the fitted runs'),
+        ("model", {"context_length": 32}, "its context_length is 32, not 16 as in the fitted runs"),
         ("model", {"moe": {"num_experts": 4, "num_active_experts": 2}}, "the laws hold only for dense models"),
     ],
     ids=["initial_weights", "dataset", "context_length", "experts"],
