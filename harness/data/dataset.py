@@ -189,7 +189,7 @@ class Dataset:
 
 def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
     """Return the owner and the short name of a dataset. Raises UserError if `name` is not a valid owner/name.
-    `given_as` begins the message."""
+    The message begins with `given_as` and the name."""
     parts = name.split("/")
     if len(parts) != 2:
         raise UserError(f"{given_as} {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
@@ -199,7 +199,7 @@ def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
 
 def dataset_folder(datasets_dir: Path, name: str, given_as: str = "dataset") -> Path:
     """Return the path DATASETS_DIR/owner/name, which need not exist. Raises UserError if `name` is invalid, or if the
-    path cannot be a folder in DATASETS_DIR. `given_as` begins the message about an invalid name."""
+    path cannot be a folder in DATASETS_DIR. The message about an invalid name begins with `given_as` and the name."""
     try:
         owner, short = check_dataset_name(name, given_as)
     except UserError as error:
@@ -284,7 +284,7 @@ def remembered(dataset: Dataset, name: str, files: object, kind: type[Result], s
 
     - `name`: distinguishes results of the same dataset.
     - `files`: JSON value that identifies the scanned files.
-    - `kind`: class of the result. Its validation must refuse the values of a damaged file.
+    - `kind`: class of the result. Its validation must refuse a damaged saved result.
 
     Results are saved in DATASETS_DIR/.scans if that folder can be written.
     """

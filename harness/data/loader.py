@@ -99,10 +99,11 @@ class BatchSchedule:
         return steps if self.tokens_before(steps) >= tokens else steps + 1
 
     def num_steps(self, wanted: int, available: int) -> int:
-        """Return the smallest number of steps that read at least `wanted` tokens; for -1, the largest possible number.
+        """Return the smallest number of steps that read at least `wanted` tokens. If `wanted` is -1, return the largest
+        number of steps for which there are enough tokens.
 
         `available` is the number of tokens from the starting token on, in all passes over the data. To read n input
-        tokens, n + 1 must be available. Raises UserError if too few are available; for -1, too few for one step.
+        tokens, n + 1 must be available. Raises UserError if there are too few for `wanted` or, with -1, for one step.
         """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1
@@ -148,7 +149,7 @@ class TokenLoader:
     """Data loader that makes microbatches from windows of `tokens`: a split, or the same split of several datasets.
 
     - `layout`: world size, microbatch size and context length of all steps.
-    - `batches`: number of accumulation steps of each step; None: that of `layout`. Step 0 begins at `first_window`.
+    - `batches`: number of accumulation steps of each step; None: that of `layout`.
     - `first_window`: number, in `order`, of the first window of microbatch 0.
     """
 

@@ -96,8 +96,8 @@ def documents_of(file: TokenFile, eot_token: int) -> Iterator[np.ndarray]:
 
 
 class Overlap(BaseModel):
-    """Numbers of compared documents and 13-grams of a held-out split, how many of the 13-grams the training text also
-    has, and how many documents have more than half of their 13-grams in it."""
+    """Numbers of compared documents and 13-grams of a held-out split, and of those that are copied. A copied 13-gram
+    occurs in the training text, and a copied document has more than half of its compared 13-grams there."""
 
     model_config = ConfigDict(frozen=True)
 

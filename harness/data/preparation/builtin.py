@@ -48,8 +48,8 @@ def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> N
 
 
 def standard_library() -> dict[str, str]:
-    """Return {relative path: text} of the standard library's source files, sorted by path, each text once. Files in
-    SKIPPED_FOLDERS are left out. Raises UserError if this Python has no readable source files."""
+    """Return {relative path: text} of the standard library's readable source files, sorted by path, each text once.
+    Files in SKIPPED_FOLDERS are left out. Raises UserError if there are no such files."""
     library = Path(sysconfig.get_path("stdlib"))
     path_of_text: dict[str, str] = {}
     for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).as_posix()):

@@ -148,8 +148,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
 
 
 def _deciding(options: Mapping[str, Any], held_out: HeldOut | None) -> dict[str, Any]:
-    """Return the options that decide the contents of the dataset, in the form in which the journal records them.
-    meta.json records the same, except for "tokenizer"."""
+    """Return the options that decide the contents of the dataset, in the form in which the journal records them."""
     deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"  # earlier versions wrote this value
@@ -298,8 +297,8 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
 
 @contextmanager
 def reading_progress(files: Sequence[TextFile], begin: Mark) -> Iterator[Show]:
-    """Yield a function that shows the progress. Call the function with each encoded batch and the total size so far. If
-    standard error is a terminal, the function draws a bar. If not, it prints lines to standard output."""
+    """Yield a function that shows the progress. Call the function with each encoded batch and the size of the output so
+    far. If standard error is a terminal, the function draws a bar. If not, it prints lines to standard output."""
     before = [0, *itertools.accumulate(file.size for file in files)]
     is_terminal, began = sys.stderr.isatty(), time.monotonic()
     shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}

@@ -141,8 +141,8 @@ def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: 
 
 def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) -> list[Split]:
     """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0. The
-    shares are of the number of documents. If a split would get no document, the shares are of the text, approximately.
-    Raises UserError if a split would have no text."""
+    shares are of the number of documents. If a split would get no document, they are approximate shares of the
+    bytes, or of the tokens if `rules.order` is "given". Raises UserError if a split would have no text."""
     size, shares = stream.size, rules.held_out()
     counts = [round(share * size.documents) for share in shares.values()]
     names, counts = ["train", *shares], [size.documents - sum(counts), *counts]

@@ -178,9 +178,9 @@ class WorkFolder:
         - Options or files have changed, and the old journal records no tokens. For token shards, it never records
           any.
 
-        If the old journal records tokens, changed options raise UserError, but replace_invalid may be added. In the
-        phase "reading", a change of a file that was already read to the end raises UserError, and a change of the file
-        that was being read sets the journal back to `Journal.file_start`. In later phases, files may change.
+        If the old journal records tokens, changed options raise UserError, but replace_invalid may be added. Changed
+        files matter only in the phase "reading". If a file was already read to the end, its change raises UserError. If
+        the file was being read, `Journal.here` goes back to `Journal.file_start`.
         """
         if restart:
             self._clear()
