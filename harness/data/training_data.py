@@ -68,11 +68,11 @@ class TrainingData:
 
     @property
     def vocab_size(self) -> int | None:
-        """The size of the tokenizer's vocabulary, or None if meta.json lacks it."""
+        """The size of the tokenizer's vocabulary, or None if the first dataset's meta.json lacks it."""
         return self.parts[0].meta.vocab_size
 
     def lengths(self, split: str) -> list[int]:
-        """Return the number of tokens that each dataset has in a split."""
+        """Return each dataset's number of tokens in a split. Raises UserError if a file cannot be read."""
         return [len(part.split(split)) for part in self.parts]
 
     def tokens(self, split: str) -> TokenFile | JoinedTokens:

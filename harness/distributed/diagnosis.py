@@ -56,7 +56,7 @@ class Heartbeats:
     frozen_until: float = 0.0  # until this time, received heartbeats may be from before this process was frozen
 
     def receive(self, heartbeats: Sequence[Heartbeat], now: float) -> None:
-        """Record the heartbeats that the store holds, one of each rank, received at the time `now`."""
+        """Record the newest heartbeat of each rank, in the order of the ranks, received at the time `now`."""
         self.contact = now
         before = self.least_progress()
         for last, heartbeat in zip(self.last, heartbeats, strict=True):
@@ -111,7 +111,7 @@ class Fault:
 
 
 def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float, gone: float) -> Fault | None:
-    """Return the fault to report at the time `now`, or None if there is none. The limits are in seconds:
+    """Return the fault to report at the time `now`, or None if there is none. Each limit is in seconds:
 
     - `stuck`: without progress inside `Watchdog.guard`
     - `silent`: without a rank's heartbeat, or without the store's answer

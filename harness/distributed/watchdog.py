@@ -192,7 +192,7 @@ class Watchdog:
     @contextmanager
     def guard(self, place: Place) -> Iterator[None]:
         """Context manager for the work at `place`. In the body, a lack of progress is a fault after the timeout. A
-        `beat` is progress. Records the times of a step's beginning and last `beat`, for `own_seconds`."""
+        `beat` is progress. If `place` is a step, records the times of its start and last `beat`, for `own_seconds`."""
         begun, self._last_beat = self._pass(place, 0, is_guarded=True), None
         try:
             yield

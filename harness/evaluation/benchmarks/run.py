@@ -149,8 +149,8 @@ def _names_of(spec: str) -> list[str]:
 
 @cache
 def task_manager(*, with_index: bool) -> Any:
-    """Return lm-eval's TaskManager, and turn off the libraries' output. With `with_index`, it knows the names of
-    lm-eval's own tasks; their index takes seconds to make."""
+    """Return lm-eval's TaskManager, after a call of `quieten`. With `with_index`, the manager knows the names of
+    lm-eval's own tasks. Their index takes seconds to make."""
     # Keep the library `evaluate` from downloading and running metrics, which are programs. The library reads this
     # variable when it is imported.
     os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
@@ -300,8 +300,8 @@ def _eight_characters(value: float) -> str:
 
 
 def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write `about` (the model and the settings) and the keys KEPT of lm-eval's results to `path`, as one JSON object.
-    Raises RunError if the file cannot be written."""
+    """Write lm-eval's version, the keys KEPT of its results, and `about` (the model and the settings) to `path`, as a
+    JSON object. Raises RunError if the file cannot be written."""
     from importlib.metadata import version
 
     whole = {"lm_eval": version("lm-eval"), **about, **{key: results[key] for key in KEPT if key in results}}

@@ -87,7 +87,7 @@ def batches(
 
 @dataclass(frozen=True)
 class FineTuneSettings:
-    """Settings of a fine-tuning. With `answers_only`, the loss counts the tokens of the answers alone."""
+    """Settings of a fine-tuning. With `answers_only`, the tokens of the prompts do not count in the loss."""
 
     learning_rate: float
     max_epochs: int = 100

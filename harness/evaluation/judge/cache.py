@@ -90,8 +90,8 @@ class JudgeCache:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a file until its descriptor is closed. Return False if another process has locked or just deleted the
-    file."""
+    """Lock a file until its descriptor is closed, if the file system has locks. Return False if another process has
+    locked or just deleted the file."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

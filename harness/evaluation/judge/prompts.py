@@ -74,7 +74,7 @@ class Prompt:
     wording: str | None = None  # a key of ALONE for a prompt about one answer; None: about the answers of all models
 
     def by_model(self, scores: Mapping[str, float]) -> dict[int, float]:
-        """Return a dict from each model's index to its score. `scores` maps the answers' names to their scores."""
+        """Return a dict from each model's index to its score. `scores` has one for each of `names`."""
         return {model: scores[name] for model, name in zip(self.order, self.names, strict=True)}
 
     def parse(self, text: str) -> dict[str, float]:
@@ -104,8 +104,7 @@ class Prompt:
 def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: int, seed: int) -> Prompt:
     """Return a prompt about the answers of all models to one question. The keys of `answers` are the models' labels.
 
-    `seed`, `question` and `repeat` shuffle the answers. The labels and their order do not change the prompt's text,
-    which is part of a cached answer's key.
+    `seed`, `question` and `repeat` shuffle the answers. The labels and their order do not change the prompt's text.
     """
     labels = list(answers)
     texts = [answers[label].response for label in labels]

@@ -207,8 +207,8 @@ def judge_and_report(
 ) -> None:
     """Ask the judge to score the models' answers, print the report, and call `keep_scores`.
 
-    `paths` are the responses files of `models`, in the same order. `prices` are those of JudgeReport. `caches` and
-    errors are those of `judge`. Also raises RunError, after the report, if a prompt has no valid answer.
+    `paths` are the responses files of `models`, in the same order. `prices` is as in JudgeReport. `caches` and
+    errors are as in `judge`. Also raises RunError, after the report, if a prompt has no valid answer.
     """
     report = JudgeReport(judge(models, settings, caches), settings, prices)
     click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
@@ -218,8 +218,8 @@ def judge_and_report(
 
 
 def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: JudgeReport) -> None:
-    """Write each model's scores to the run whose folder contains its responses file, if that file names weights that
-    the run still has. `paths` are the responses files of `models`, in the same order as in the judgment."""
+    """Write each model's scores to the run whose folder contains its responses file. Prints a note instead if the file
+    names no weights that the run still has. `paths` are the files of `models`, in the order of the judgment."""
     settings = report.settings
     for number, (path, own) in enumerate(zip(paths, models, strict=True)):
         run = RunDirectory(path.absolute().parent)
