@@ -127,13 +127,13 @@ class HeldOutText:
     ) -> HeldOutText:
         """Return the text for testing a model. A dataset that is missing in `datasets_dir` is downloaded or built.
 
-        The text has whole batches of `batch_size` sequences. If `batches` is None and there are fewer sequences, the
-        text is one smaller batch. The defaults are:
+        The text has whole batches of `batch_size` sequences. If `batches` is None, a split with fewer sequences gives
+        one smaller batch. The defaults are:
 
-        - `dataset`: NOTEBOOK_DATASET for a model with GPT-2's tokenizer. Other models have none.
+        - `dataset`: NOTEBOOK_DATASET for a model with GPT-2's tokenizer. For other models, `dataset` must be given.
         - `split`: "test" if the dataset has it, else "validation".
         - `start_token`: NOTEBOOK_START_TOKEN in a validation split that has a batch from there on, else 0.
-        - `batches`: all; in such a validation split, at most NOTEBOOK_BATCHES.
+        - `batches`: all, but at most NOTEBOOK_BATCHES of a validation split with a batch from NOTEBOOK_START_TOKEN on.
 
         Raises UserError if the dataset or a tokenizer cannot be obtained or read, if the split is missing or too short,
         or if its tokens are known not to be the model's.
@@ -142,7 +142,10 @@ class HeldOutText:
         if dataset is None and _is_gpt2s(tokenizer):
             dataset = NOTEBOOK_DATASET
         if dataset is None:
-            raise UserError(f"{weights.parent}: the model's dataset is not known; test_loss.py --dataset names one")
+            raise UserError(
+                f"{weights.parent}: the model's dataset is not known; in test_loss.py, give --dataset; in "
+                "convert_hf.py, leave out --datasets-dir"
+            )
         ensure_dataset(datasets_dir, dataset, [split] if split else [])
         opened = Dataset.open(datasets_dir, dataset)
         split = split or ("test" if opened.has_split("test") else "validation")
@@ -243,13 +246,8 @@ class HeldOutText:
 def held_out_texts(
     model: TrainedModel, datasets_dir: Path, *, dataset: str | None = None, **options: Any
 ) -> list[HeldOutText]:
-    """Return the texts that `HeldOutText.choose` returns for testing a model on these datasets:
-
-    - `dataset`, if it is given
-    - otherwise all datasets that the model was trained on
-    - if these are not known, the default of `choose`
-
-    The `options` and errors are those of `choose`.
+    """Return a HeldOutText for `dataset` or, if it is None, for each dataset that the model was trained on. If these
+    are not known, the dataset is the default of `HeldOutText.choose`. The `options` and errors are those of `choose`.
     """
     names: list[str | None] = [dataset] if dataset is not None else [*model.datasets] or [None]
     return [HeldOutText.choose(model, datasets_dir, dataset=name, **options) for name in names]

@@ -92,7 +92,7 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
     """Write a tokenizer to `folder` as tokenizer.json and tokenizer_config.json. `name_or_file` is "gpt2" or a
     tokenizer's file. `context_length` is recorded as the greatest number of tokens of a text. Raises UserError if the
-    written tokenizer encodes SPLITTING_PROBE differently."""
+    written tokenizer has another size or end-of-text token, or encodes SPLITTING_PROBE differently."""
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(TIKTOKEN_SUFFIX):
         content = json.loads(name_or_file.read_text(encoding="utf-8"))

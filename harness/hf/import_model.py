@@ -119,7 +119,7 @@ def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
     """Return a GPT-2's tensors under the names that our checkpoints use. `offered` has the tensors under transformers'
-    names, with or without the prefix `transformer.`."""
+    names, with or without the prefix `transformer.`. Raises UserError if they do not fit `config`."""
     theirs = {}
     for name, tensor in offered.items():
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
@@ -157,7 +157,8 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _weights_of(source: Path) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors or, without it, of all files that model.safetensors.index.json lists."""
+    """Return the tensors of model.safetensors or, without it, of all files that model.safetensors.index.json lists.
+    Raises UserError if a file is missing or cannot be read."""
     if (source / WEIGHTS).is_file():
         return load_weights(source / WEIGHTS)
     if (source / INDEX).is_file():
@@ -178,7 +179,7 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
 
 def _from_vocabulary(source: Path, path: Path) -> None:
     """Convert vocab.json and merges.txt, the format in which GPT-2's tokenizer was published, to a tokenizer.json at
-    `path`."""
+    `path`. Raises UserError if the two files are not a tokenizer."""
     from tokenizers import AddedToken, ByteLevelBPETokenizer
 
     try:

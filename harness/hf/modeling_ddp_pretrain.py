@@ -89,7 +89,7 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         - `logits_to_keep`: the number of last tokens that get logits; 0: all.
 
         The loss is the mean cross-entropy in nats of the labels, each predicted from the tokens before it. Raises
-        ValueError if a row, with its tokens in the cache, is longer than the context length.
+        ValueError if the cached and new tokens of a row are more than the context length.
         """
         if use_cache and past_key_values is None:
             past_key_values = KeyValueCache()

@@ -151,7 +151,7 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
 
 def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
     """Yield each loss: its name, its value, and a description of the tokens it was measured on. The value is in nats
-    per token if the name gives no other unit; None: not recorded."""
+    per token if the name gives no other unit. A value that is not known is None."""
     trained_on = validated_on = NOT_RECORDED
     if facts.files.dataset:
         keys = ("start_train_token", "start_val_token", "validation_sequences", "validation_batches", "microbatch_size")

@@ -103,12 +103,11 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
 
 
 def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
-    """Make the newest whole checkpoint in the mirror the latest one here, if it is newer than the present latest one.
-    Return its name, or None if no checkpoint was taken. The caller must hold the run's lock.
+    """Make the newest whole checkpoint in the mirror the latest one here, if it is newer. Return its name, or None if
+    no checkpoint was taken. The caller must hold the run's lock.
 
     - In the mirror, checkpoints that are damaged, or that the run has abandoned by going back, do not count.
-    - If the present latest one is damaged, its copy in the mirror can replace it. The damaged one is moved to a folder
-      below `aside/`.
+    - If the latest one here is damaged, its copy in the mirror can replace it. The damaged one is moved below `aside/`.
     - Results, metrics, summary, chart and the best checkpoint are fetched, too.
     - `check` is called with a checkpoint's meta.json before the checkpoint is fetched.
 
@@ -144,9 +143,9 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
 
 def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[str], bool]:
-    """Return a predicate on checkpoint names. Until the next upload, it is True for a checkpoint in the mirror that
-    the run has abandoned by going back on this machine, even for one that was never here. `files` are all files of the
-    mirror."""
+    """Return a predicate on checkpoint names: True for a checkpoint in the mirror that the run has abandoned by going
+    back on this machine, until the next upload sets it aside. Some of these were never here. `files` are all files of
+    the mirror."""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
     # The next upload renames the meta.json of abandoned checkpoints. Until then, they are found here.
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
@@ -169,8 +168,8 @@ def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
 
 
 def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
-    """Return the name of the checkpoint that the run would continue from, and print a note, if the mirror's `files`
-    include that checkpoint and its copy here is damaged. Otherwise return None."""
+    """Return the name of the checkpoint that the run would continue from if it is damaged here and among the mirror's
+    `files`, else None. Prints a note about the damage."""
     start = choose_start(run.checkpoints, None)
     if start is None or f"checkpoints/{start.name}/{META}" not in files:
         return None

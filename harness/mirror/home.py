@@ -110,8 +110,8 @@ def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: boo
     """Return True if the mirror's summary and chart may replace the run's. They may not in these cases:
 
     - The mirror's summary is damaged.
-    - A checkpoint is here, and the mirror's summary has fewer tokens than the run's.
-    - A checkpoint is here, `with_weights` is true, and the mirror's summary has more tokens than the newest checkpoint.
+    - A checkpoint is here, and the mirror's summary has fewer tokens than the summary here.
+    - `with_weights` is true, and the mirror's summary has more tokens than the newest checkpoint here.
     """
     there = tokens_of_summary(retried(mirror, lambda: mirror.read(run.summary.name)))
     if there == math.inf or not (checkpoints := list_checkpoints(run.checkpoints)):
@@ -123,7 +123,7 @@ def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: boo
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
     """Return True if the mirror's metrics, `content`, may replace those here. If there is a checkpoint here, `content`
-    must begin with the lines here up to the newest checkpoint, and must not be just a beginning of the file here."""
+    must begin with the lines here up to the newest checkpoint, and must have lines that are not here."""
     here, checkpoints = run.metrics.read_bytes() if run.metrics.exists() else b"", list_checkpoints(run.checkpoints)
     if not checkpoints:
         return True
@@ -144,11 +144,11 @@ def _files_of(mirror: Mirror) -> dict[str, int]:
 
 
 def follow_run(url: str, name: str) -> Iterator[str]:
-    """Yield a line for each finite training and validation loss of a run in a mirror, also for those that come later.
+    """Yield a line for each finite training and validation loss of a run in a mirror, and wait for further losses.
 
-    If the run goes back to an earlier step, a line says so, and all losses are yielded again. Ends when no machine
-    trains the run any more, or when its machine has been silent for LEASE_SECONDS. Raises UserError or RunError if
-    there is no such run or the mirror cannot be read.
+    If the run goes back to an earlier step, a line says so, and all losses are yielded again. Ends, with a line, when
+    no machine trains the run any more, or when its machine has been silent for LEASE_SECONDS. Raises UserError or
+    RunError if there is no such run or the mirror cannot be read.
     """
     mirror = open_mirror(url, name, writes=False)
     _files_of(mirror)

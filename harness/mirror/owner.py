@@ -73,8 +73,8 @@ class Lease:
             if not wait:
                 raise UserError(
                     f"mirror {self._mirror.name}: {other} trains this run, {heard}: stop it there; --take-over takes "
-                    "the run now, and ddp_train.py --wait waits until that machine has ended it or been silent for "
-                    f"{rough_duration(LEASE_SECONDS)}"
+                    "the run now, and ddp_train.py --wait waits until the run has ended there or that machine has been "
+                    f"silent for {rough_duration(LEASE_SECONDS)}"
                 )
             if not told:
                 print(f"waiting for {other}, which trains this run, {heard}", flush=True)

@@ -42,8 +42,8 @@ def refuse_own_folder(url: str, run: RunDirectory) -> None:
 
 
 def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) -> InMirror | None:
-    """Return what training would find in the run's mirror, or None if the run has no mirror. `checkpoint` is the
-    command's CHECKPOINT, or None. Without --plan, a file is written to the mirror as a trial and deleted.
+    """Return the state of the run's mirror for a plan, or None if the run has no mirror. `checkpoint` is the command's
+    CHECKPOINT, or None. Without --plan, a file is written to the mirror as a trial and deleted.
 
     Raises UserError if the run cannot use this mirror, and RunError if the mirror cannot be read or written.
     """

@@ -198,8 +198,8 @@ class Mirror:
 
 
 def _find(fs: Any, folder: str) -> dict[str, Any]:
-    """Return the entries of all files below `folder`, by path. Raises an error if the connection is lost; after an
-    OSError, `fs.find` would take the folder for empty."""
+    """Return the entries of all files below `folder`, by path. Missing and forbidden folders count as empty. Unlike
+    `fs.find`, raises any other OSError, such as that of a lost connection."""
     found: dict[str, Any] = {}
     with suppress(FileNotFoundError, PermissionError):  # deleted meanwhile, or not ours, such as lost+found
         for info in fs.ls(folder, detail=True):

@@ -78,7 +78,7 @@ class Uploads:
         return self._mirror
 
     def start(self) -> None:
-        """Begin to send. The run's links and metrics must already be those of the checkpoint that it continues from."""
+        """Begin to send. `latest`, `best` and metrics.jsonl must already be those of `start_step`."""
         if self._mirror is not None:
             self._thread.start()
 
@@ -202,8 +202,8 @@ class Uploads:
         return [path for path in self._wanted() if path.name not in self._whole | self.damaged]
 
     def _is_whole(self, path: Path, there: dict[str, int]) -> bool:
-        """Return True if the mirror, which has the files `there`, has a whole copy of the checkpoint `path`. The files'
-        sizes and meta.json, which has their hashes, must be equal."""
+        """Return True if `there`, the mirror's files, include a whole copy of the checkpoint `path`: files of the same
+        sizes, and the same meta.json, which has their hashes."""
         remote = f"checkpoints/{path.name}"
         with suppress(FileNotFoundError):  # `keep_checkpoints` has deleted it meanwhile
             sizes = {f"{remote}/{file.name}": file.stat().st_size for file in files_of(path)}
@@ -283,9 +283,9 @@ class Uploads:
                     yield f"{folder.name}/{path.name}", path
 
     def _set_aside(self, there: dict[str, int]) -> None:
-        """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. Move
-        their measurements to RESULTS_ASIDE, and delete summary and chart, except files that also exist on this
-        machine. `there`, the mirror's files with their sizes, is updated.
+        """Rename the meta.json of stale checkpoints in the mirror, so that no machine continues from them. Move their
+        measurements to RESULTS_ASIDE, and delete summary and chart. A measurement, summary or chart that is also on
+        this machine stays. `there`, the mirror's files with their sizes, is updated.
 
         - A checkpoint that this machine has abandoned by going back is stale, unless a checkpoint of the same or a
           later step is both here and in the mirror.

@@ -23,8 +23,8 @@ FUSED = ".att.qkv."
 
 
 def check_memory(config: ModelConfig) -> None:
-    """Raise UserError if this machine's free memory cannot hold even the weights in fp32. Must be called before the
-    model is created, because Linux overcommits memory, and its OOM killer gives no message."""
+    """Raise UserError if this machine's free memory cannot hold even the fp32 weights of a model on the CPU. Must be
+    called before the model is created, because Linux overcommits memory, and its OOM killer gives no message."""
     needed = config.parameters * WEIGHT_BYTES
     if torch.get_default_device().type == "cpu" and needed > free_memory():
         raise UserError(
