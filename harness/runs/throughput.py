@@ -1,4 +1,4 @@
-"""Speeds of training: how they are measured, and their conversion into MFU and dollars. Does not import torch."""
+"""Measured speeds of training, and their conversion into MFU and dollars. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
-    """The part of a run's training, or the steps of check_machine.py, over which the speed was measured. Throughout,
-    the machine and train.json's keys for batch and kernels stayed the same."""
+    """Steps, tokens and seconds of training over which a speed was measured. The machine and train.json's keys for
+    batch and kernels did not change during them."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

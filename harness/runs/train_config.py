@@ -35,8 +35,8 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 
 class BatchScale(BaseModel):
-    """Value of the key `scale_with_batch`: sizes of the run in which learning rates and weight decay were tuned.
-    harness/planning/rates.py has the formulas that scale rates and decay to this run."""
+    """Value of the key `scale_with_batch`: tokens per global batch, and perhaps per run, with which learning rates and
+    weight decay were tuned. The formulas are in harness/planning/rates.py."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -297,7 +297,7 @@ class TrainConfig(RunFile):
         return " + ".join(self.dataset_weights)
 
     def seed_of(self, use: Literal["init", "data", "dropout"]) -> int:
-        """Return the seed of `use`: the initial weights ("init"), the order of the windows ("data") or dropout."""
+        """Return the seed of the initial weights ("init"), of the order of the windows ("data") or of dropout."""
         own: int | None = getattr(self, f"{use}_seed")
         return self.random_seed if own is None else own
 

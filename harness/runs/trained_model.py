@@ -138,7 +138,7 @@ class TrainedModel:
 
     @property
     def datasets(self) -> list[str]:
-        """Names of the datasets that the model was trained on: several for a mixture, [] if they are not known."""
+        """Names of the datasets that the model was trained on; [] if not known. Raises UserError as `dataset` does."""
         return self.dataset.split(" + ") if self.dataset else []
 
 
@@ -151,7 +151,7 @@ def _config_in(source: Path) -> ModelConfig:
 
 
 def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
-    """Return the one model that a command line names (see `find_models`). Raises UserError if it names several."""
+    """Return the one model that a command line names. Raises UserError for several, and the errors of `find_models`."""
     found = find_models(words, runs_dir)
     if len(found) > 1:
         raise UserError(f"{' '.join(words)}: {len(found)} models; give one, as RUN[:CHECKPOINT] or MODEL_JSON WEIGHTS")
@@ -235,8 +235,8 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
 
 
 def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """Return the models, without those that repeat an earlier one under the same label. Different models with the same
-    label get the paths of their weights as labels."""
+    """Return the models, each once under each of its labels. Different models with the same label get the paths of
+    their weights as labels."""
     known: dict[str, set[tuple[str, str]]] = {}
     for model in models:
         known.setdefault(model.label, set()).add(model.identity)
@@ -262,7 +262,7 @@ def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -
 
 
 class ModelInRun(NamedTuple):
-    """A run, and the measured weights of one of its checkpoints."""
+    """A run, and the name, hash and step of one of its checkpoints."""
 
     run: RunDirectory
     weights: MeasuredWeights
@@ -270,7 +270,7 @@ class ModelInRun(NamedTuple):
 
 def model_in_run(weights: Path, config: ModelConfig | None = None) -> ModelInRun | None:
     """Return the run and the checkpoint that a weights file belongs to, or None. The checkpoint of an imported model is
-    called IMPORTED. With `config`, also return None if another configuration is recorded.
+    called IMPORTED. With `config`, also return None if the recorded configuration differs from it.
 
     Reads the whole file for its hash. Raises OSError if the file cannot be read. With `config`, raises UserError if no
     valid configuration is recorded.
@@ -336,7 +336,7 @@ def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun
 @contextmanager
 def warned_if_not_kept() -> Iterator[None]:
     """Turn a UserError, RunError or OSError of the body into a warning that the result is not written to the run's
-    results. The caller must print the measurement itself."""
+    results. The caller must print the result."""
     try:
         yield
     except (UserError, RunError, OSError) as error:
@@ -350,8 +350,8 @@ def warned_if_not_kept() -> Iterator[None]:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a draft folder, which is renamed to `folder` after the body. If the body fails, the draft is removed.
 
-    Raises UserError if `folder` is a link, a file, or not empty. After this check, turns an OSError or SafetensorError,
-    also of the body, into a RunError.
+    Raises UserError if `folder` is a link, a file, or not empty. Raises RunError if it cannot be written, or if the
+    body raises OSError or SafetensorError.
     """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists; give another place, or move it away")

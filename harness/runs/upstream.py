@@ -38,9 +38,9 @@ PARTS = ("weight", "bias", "scale", "shift")
 
 
 def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
-    """Return the contents `raw` of a train.json, with the keys that only upstream uses replaced by ours. If
-    `has_experts` is true and `raw` has such a key, a missing `moe_router_loss_scale` becomes 0. If
-    `schedule_learning_rate` is false, `warmup_period_percent` is removed.
+    """Return the contents `raw` of a train.json, with upstream's own keys replaced by ours. If `has_experts` is true
+    and `raw` has one of upstream's own keys, a missing `moe_router_loss_scale` becomes 0. If `schedule_learning_rate`
+    is false, `warmup_period_percent` is removed.
 
     Raises ValueError, naming the key, if `raw` gives one setting under both names, or if a boolean key of upstream is
     neither true nor false.

@@ -117,7 +117,7 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
 
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
     """Draw the best size, or the best number of tokens (`quantity`), over FLOPs: once by the isoFLOP profiles, and once
-    by the fitted law. If neither gives any, write why the profiles do not."""
+    by the fitted law. If nothing is drawn, write the reason that the profiles give."""
     isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
     title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
     axes.set(xscale="log", yscale="log", xlim=along[[0, -1]], title=title, xlabel="FLOPs", ylabel=quantity)
@@ -156,7 +156,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
 
 def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     """Draw the losses of all points over FLOPs, the law's loss at the best size for each number of FLOPs, and the
-    predictions."""
+    predictions. Without a law, draw the points only, and write the reason."""
     points, law, cost, along = analysis.points, analysis.law, analysis.cost, _along(analysis, predictions=True)
     axes.set(xscale="log", xlim=along[[0, -1]], title="Loss over FLOPs", xlabel="FLOPs", ylabel="loss (nats per token)")
     colors = _colors(points.parameters)

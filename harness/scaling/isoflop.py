@@ -167,7 +167,7 @@ def _optimum(
     profile: Profile, sizes: np.ndarray, cost: CostLaw, minima_Bx3: np.ndarray | None
 ) -> Optimum | Inconclusive:
     """Return the lowest point of a profile with its intervals, or the reason why the point is not determined.
-    `minima_Bx3` are the lowest points of the bootstrap draws. None means that the scatter of the losses is unknown."""
+    `minima_Bx3` are the lowest points of the bootstrap draws, or None if the scatter of the losses is unknown."""
     if profile.parabola[2] <= 0:
         return Inconclusive("its losses do not curve upwards, so that their parabola has no lowest point")
     value = _minima(profile, profile.parabola[None], cost)[0]
@@ -185,7 +185,7 @@ def _optimum(
 
 
 def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
-    """Return the power laws of the best size, its tokens and its loss over FLOPs, if there are enough profiles.
+    """Return the power laws of the best size, its tokens and its loss over FLOPs, or the reason why there are none.
     `lowest` has (FLOPs, optimum, `_minima` of the draws) for each profile with an optimum."""
     if len(lowest) < LEAST_PROFILES:
         return Inconclusive(f"a power law needs {LEAST_PROFILES} profiles with a best size (given: {len(lowest)})")

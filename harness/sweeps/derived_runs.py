@@ -77,15 +77,15 @@ class DerivedRun:
         return Experiment(self.directory, self.train_config, self.model_config, datasets_dir)
 
     def is_made(self) -> bool:
-        """Return True if the run's folder exists, and False if nothing is at its path. Keys that affect no result may
-        have other values in the folder, but `epochs` may not: it can decide the run's length. Raises UserError if the
-        path holds something else, such as another run, or if a file is damaged."""
+        """Return True if the run's folder exists, and False if nothing is at its path. In the folder, keys that affect
+        no result may have other values, except `epochs`. Raises UserError if the path holds something else, such as
+        another run, or if a file is damaged."""
         folder, files = self.directory.path, (self.directory.train_json, self.directory.model_json)
         other = ""
         if not os.path.lexists(folder):
             return False
         if not all(os.path.lexists(path) for path in files):
-            other = "is not a run, a folder with train.json and model.json"
+            other = "is not a run (a folder with train.json and model.json)"
         else:
             there, config = self.settings_there(), self.train_config
             free = {*keys_affecting(Affects.NOTHING)} - {"epochs"}  # with min_train_tokens -1, epochs decide the length

@@ -179,9 +179,8 @@ class SweepRuns:
         return found
 
     def overruled(self) -> list[str]:
-        """Return the lines of a note on the keys of `settings` that differ between the sweep and the folders of
-        unfinished runs, or []. All folders must have been made. Raises UserError if a file in one of the folders is
-        damaged."""
+        """Return the lines of a note on settings that differ between the sweep and the folders of its unfinished runs;
+        [] if none do. All folders must exist. Raises UserError if a file in one of them is damaged."""
         found: dict[str, list[str]] = {}  # names of runs, by the key
         for run in (each for each in self.runs if not each.directory.summary.exists()):
             there = run.settings_there()

@@ -112,14 +112,14 @@ def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, floa
 
 
 def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, float]:
-    """Return the time and cost of earlier commands:
+    """Return the cost and time of the runs' training so far:
 
     - the dollars of each run at the price of the whole machine, by the run's name
     - the dollars of all runs together
     - the seconds for which sweeps have used the machine
 
-    The last two count the time of overlapping attempts once. Training outside of sweeps adds to the dollars only,
-    unless `earlier_attempts` mistakes it for part of a killed sweep. Raises UserError if a sweep.log has a date that
+    The last two count the time of overlapping attempts once. Training outside of sweeps adds to the dollars only. After
+    a killed sweep, all three are estimates (see `earlier_attempts`). Raises UserError if a sweep.log has a date that
     does not exist.
     """
     by_run: dict[str, float] = {}

@@ -269,7 +269,7 @@ def test_where_tokens_are_not_known_nothing_is_refused(shop: Workshop) -> None:
 @pytest.mark.parametrize(
     ("put", "said"),
     [
-        (lambda place: place.write_text("mine"), "is not a run, a folder with train.json and model.json"),
+        (lambda place: place.write_text("mine"), "is not a run (a folder with train.json and model.json)"),
         (lambda place: place.symlink_to("nowhere"), "is not a run"),
         (lambda place: (place / "checkpoints").mkdir(parents=True), "is not a run"),
         (
