@@ -33,7 +33,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
     type=click.IntRange(1, 100),
     default=5,
     show_default=True,
-    help="Largest number of requests for one valid judgment, and of tries to get a reply to each request.",
+    help="Ask at most this many times for a valid judgment. A request without a reply is sent as often.",
 )
 @click.option(
     "--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds to wait for the answer to a request."
@@ -50,7 +50,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
     "--cache",
     type=click.Path(path_type=Path),
     help="File for the judge's answers.  [default: judgements.jsonl beside the RESPONSES file whose path sorts first; "
-    "those beside the other files are read, too]",
+    "one beside any other RESPONSES file is also read]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every score.")
 @click.option("--price-in", type=PRICE, help="Dollars for a million tokens of prompts, to print the cost.")

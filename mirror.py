@@ -43,7 +43,7 @@ def list_runs(url: str) -> None:
 @main.command(cls=Command, short_help="Bring a run to this machine.")
 @URL
 @click.argument("run")
-@click.option("--without-weights", is_flag=True, help="No checkpoint. Finished runs can be compared without one.")
+@click.option("--without-weights", is_flag=True, help="Fetch no checkpoint. Finished runs can be compared without one.")
 @RUNS_DIR
 def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
@@ -86,9 +86,8 @@ def follow(url: str, run: str) -> None:
 def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
     """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings.
 
-    Checkpoints that the run has abandoned by going back (known by its aside/ here) are set aside at URL, too: their
-    meta.json becomes meta-aside.json, so that no machine continues from them. Summary and chart at URL are then
-    replaced or deleted.
+    Checkpoints that the run has abandoned here by going back are set aside at URL, too: their meta.json becomes
+    meta-aside.json, so that no machine continues from them. Summary and chart at URL are then replaced or deleted.
     """
     from harness.mirror.home import push_run
     from harness.runs.directory import RunDirectory

@@ -80,15 +80,15 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     default="seeded",
     show_default=True,
     help="seeded: hold out documents drawn with a fixed seed, or the end of the text if a split would get no document. "
-    "given: hold out the last documents; fractions are then shares of the number of documents, or of tokens if a split "
-    "would get no document.",
+    "given: hold out the last documents. Fractions are then shares of the documents, or of the tokens if a split would "
+    "get no document.",
 )
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
     help="Shuffle all training documents with this seed. If the end of the text or the last documents are held out "
-    "(see --split-order), shuffle the whole text before the split. Without a seed, shuffle a text of up to 16,384 "
-    "documents, and part of a longer one; shuffle nothing with --split-order given, or if the end is held out.",
+    "(see --split-order), shuffle the whole text before the split, or nothing without a seed. Otherwise, without a "
+    "seed, shuffle a text of up to 16,384 documents, and part of a longer one.",
 )
 @click.option(
     "--exclude",
@@ -129,7 +129,7 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
 
     INPUT is a folder, a file or a glob, or several of these, or the name of a dataset on the Hugging Face Hub. Files
     are read in the order of their names. In a folder, files of parquet, JSON lines (.jsonl, .ndjson) and text (.txt,
-    .text) are read, the last two also with .gz or .zst; hidden files are not. Any other file is read if it is given by
+    .text) are read, the last two also with .gz or .zst. Hidden files are not. Any other file is read if it is given by
     name or glob: .json as JSON lines, the rest as text. To resume an interrupted preparation, run the same command
     again.
 
@@ -205,8 +205,8 @@ def check_special_tokens(names: Sequence[str], vocab_size: int | None) -> None:
 
 
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> Iterator[str]:
-    """Make the dataset, or resume its interrupted preparation. Yield lines about its splits and vocabulary, remarks on
-    splits whose loss may mislead, and the commands that train on it."""
+    """Make the dataset, or resume its interrupted preparation. Yield lines for the user: its splits and vocabulary,
+    warnings, and the commands that train on it."""
     from harness.data.preparation.command import make_dataset
 
     if ".." in output_dir.parts:  # resolve the path, so that its last two parts are owner/name

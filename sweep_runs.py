@@ -105,9 +105,9 @@ def run_(
     max_hours: float | None,
     **machine: Any,
 ) -> None:
-    """Make the missing runs of SWEEP.json. Then train its runs one after the other, or --groups at a time, except
-    finished, diverged and damaged ones. A folder that holds another run, or a damaged model.json or train.json, is
-    refused at once.
+    """Make the missing runs of SWEEP.json. Then train its runs one after the other, or --groups at a time. Finished,
+    diverged and damaged runs are left out. The sweep does not begin if a folder holds another run, or if a model.json
+    or train.json is damaged.
 
     If the sweep ends early, run the same command again to resume it, with a higher limit if one has been reached. A run
     that fails does not stop the others. Ctrl-C stops all runs, each with a checkpoint if its training has begun. The

@@ -39,8 +39,7 @@ from harness.common.options import RUNS_DIR, Command
 @click.option(
     "--batches",
     type=click.IntRange(min=1),
-    help="Number of batches. Default: all. Of a validation split that has a batch after token 50,000,000: at most "
-    "3,200.",
+    help="Number of batches. Default: all, but at most 3,200 if a validation split has a batch after token 50,000,000.",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=6, show_default=True, help="Sequences per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
@@ -54,8 +53,8 @@ def main(
 ) -> None:
     """Print the mean loss of models on a dataset in DATASETS_DIR, or on each dataset of the mixture that a model was
     trained on. RUN names a run's best checkpoint (its latest if it has no best; for an imported run, its weights). A
-    pattern like 'lr-*' names this checkpoint for each run that matches. RUN:CHECKPOINT names any checkpoint (a folder's
-    name, `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
+    pattern like 'lr-*' names all runs that match. RUN:CHECKPOINT names any checkpoint (a folder's name, `latest` or
+    `best`). MODEL_JSON WEIGHTS are the two files of a model.
 
     A dataset that DATASETS_DIR lacks is downloaded or built. For several models, losses on the same text are printed as
     a table, lowest first. Results of a run's checkpoints are also written to the folder results/ of the run.

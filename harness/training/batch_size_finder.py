@@ -249,8 +249,8 @@ class MicrobatchSearcher:
         return (copies, copied) if keep else None
 
     def _build_step(self) -> OptimizerStep:
-        """Return a step without DDP, in the precision in which training would start or resume, with this rank's share
-        of the optimizer's state."""
+        """Return an OptimizerStep without DDP, in the precision in which training would start or resume. It has this
+        rank's share of the optimizer's state."""
         experiment, world = self.experiment, self.world
         name = choose_precision(experiment.config, world.device, self.meta)
         compiles = experiment.config.compile if self.compiles else False  # another machine may lack a compiler
@@ -348,7 +348,7 @@ def largest_that_fits(
 
     - `guess()` estimates the result from the calls of `fits` so far, or returns None.
     - `growth` is the factor from size to size, as long as all fit and no size is guessed.
-    - `fineness`: the result may be too small, by at most 1 / `fineness` of itself.
+    - `fineness` lets the result be too small by up to 1 / `fineness` of itself.
     """
     low, high, guesses = 0, ceiling + 1, 0  # the largest size known to fit, and the smallest known not to fit
     while high - low > max(1, low // fineness):

@@ -38,8 +38,8 @@ KEPT_KEYS = 3  # number of newest keys whose files are kept; a key stands for ve
 
 
 class CompileCache:
-    """Compiled code of one rank, in files in `folder`. `key` identifies everything that the code depends on. What torch
-    compiles later, such as the code for validation, is added as a further file."""
+    """Compiled code of one rank, in files in `folder`. `key` stands for the versions, the GPU and the settings that the
+    code depends on. What torch compiles later, such as the code for validation, is added as a further file."""
 
     def __init__(self, folder: Path, key: str, device_index: int, *, writes: bool) -> None:
         # Compiled code has the GPU's index in it, so each rank of a machine has files of its own.
@@ -133,7 +133,7 @@ def _names(found: CacheInfo | None) -> set[tuple[str, str]]:
 
 def _secret() -> bytes:
     """Return this user's secret, from the environment variable that CACHE_SECRET names, else from SECRET_FILE in the
-    user's cache, which is made if it is missing."""
+    user's cache, which is made if it is missing. Raises OSError if that file cannot be used."""
     if given := os.environ.get(CACHE_SECRET):
         return given.encode()
     path = user_cache() / SECRET_FILE

@@ -305,7 +305,7 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 
 
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
-    """Return the sizes in bytes to measure all-reduces with: 1 MiB, a bucket of DDP's, and the token embedding's
+    """Return the sizes in bytes to measure all-reduces with: 1 MiB, one of DDP's buckets, and the token embedding's
     gradient if larger than a bucket. Without an experiment, the sizes are those of GPT-2 small."""
     bucket_mb = experiment.config.bucket_mb if experiment else TrainConfig.model_fields["bucket_mb"].default
     bucket = 2**20 * (bucket_mb or 25)
