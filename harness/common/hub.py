@@ -70,7 +70,7 @@ class HubWork:
         return self.call(function, retries=retries - 1)
 
     def _explain(self, error: BaseException) -> tuple[str, str, bool]:
-        """Return the problem, the remedy, and True if a retry can help."""
+        """Return the problem behind `error`, its remedy, and True if a retry can help."""
         # The causes are examined, too, because huggingface_hub wraps errors in others that say less.
         cause: BaseException | None = error
         while cause is not None:
@@ -89,7 +89,7 @@ class HubWork:
         return f"the connection to the Hugging Face Hub failed ({reason})", remedy, True
 
     def _explain_answer(self, error: hub_errors.HfHubHTTPError) -> tuple[str, str, bool]:
-        """Return the problem, the remedy, and True if a retry can help, for an HTTP error status."""
+        """Return the same as `_explain`, for an answer of the Hub with an HTTP error status."""
         status = error.response.status_code
         problem, remedy = f"the Hugging Face Hub answered with status {status}", f"try again later; {self.again}"
         if isinstance(error, hub_errors.GatedRepoError):
@@ -130,7 +130,7 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
         if not any(fnmatch.fnmatchcase(file.rfilename, pattern) for pattern in IGNORED_FILES)
     ]
     if info.sha is None or not files:
-        raise work.failed("the repository holds no files", work.by_hand)
+        raise work.failed("the repository holds no dataset files", work.by_hand)
     for path in (file.rfilename for file in files):
         # With such a path, a hostile endpoint could have any file of this machine overwritten.
         if "\0" in path or any(part in {"", ".", ".."} for part in path.split("/")):

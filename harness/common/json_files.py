@@ -1,5 +1,5 @@
-"""Strict reading of JSON files: no repeated keys, no NaN, no unknown keys if the file's class forbids them, and errors
-that name the file and, if known, the place in it."""
+"""Strict reading of JSON files: no repeated keys, no NaN, no unknown keys if the pydantic class forbids them. Errors
+name the file and, if known, the place in it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place
     - missing keys and unknown keys
     - null for a key of `raw`
     - unknown values of a Literal
-    - values that only our own validators refuse
+    - values that only `kind`'s own validators refuse
     """
     known = {key: raw[key] for key in kind.model_fields if raw.get(key) is not None}
     try:

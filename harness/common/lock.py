@@ -58,7 +58,7 @@ class RunLock:
     def take(cls, path: Path, use: str) -> RunLock:
         """Lock the file `path`, and return the lock. A missing file is created.
 
-        `use` completes the message "is being ... by another process", such as "trained". Waits up to LEAVING_SECONDS
+        `use`, such as "trained", completes the message "is being ... by another process". Waits up to LEAVING_SECONDS
         for an owner whose launcher has ended. Raises UserError if the lock is or may be held, even by this process.
         Raises RunError if the file cannot be written.
         """
@@ -119,10 +119,8 @@ def last_owner(path: Path) -> Owner | None:
 
 
 def is_held(path: Path) -> bool | None:
-    """Return True if a living process holds the lock `path`, and False if none is known to hold it.
-
-    Returns None if the recorded owner is of another machine, boot or container.
-    """
+    """Return True if a living process holds the lock `path`, None if the recorded owner is of another machine, boot or
+    container, otherwise False."""
     owner = last_owner(path)
     if owner is not None and not owner.is_here():
         return None

@@ -1,5 +1,5 @@
-"""Memory of the device: limits for the microbatch search, peak usage, recognition of out-of-memory errors, and on a CPU
-what the C library does with freed memory."""
+"""Memory of the device: limits for the microbatch search, peak usage, recognition of out-of-memory errors, and the C
+library's handling of freed memory on a CPU."""
 
 from __future__ import annotations
 

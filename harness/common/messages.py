@@ -86,8 +86,8 @@ def duration(seconds: float) -> str:
 
 
 def distinct_sizes(needed: int, free: int) -> tuple[str, str]:
-    """Format `needed` and `free`, two numbers of bytes. The unit is the largest of GiB, MiB and bytes in which `needed`
-    is at least 1 and the two texts differ."""
+    """Format `needed` and `free`, two numbers of bytes, in GiB. If `needed` is less than 1 GiB or the two texts are
+    equal, MiB are used, or else bytes."""
     for size, unit in ((GIB, "GiB"), (2**20, "MiB")):
         texts = f"{needed / size:,.2f} {unit}", f"{free / size:,.2f} {unit}"
         if needed >= size and texts[0] != texts[1]:

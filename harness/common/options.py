@@ -111,8 +111,8 @@ class TrainOptions:
     runs_dir: Path = Path("runs")
 
     def check(self, checkpoint: str | None) -> None:
-        """Raise UserError if two options, or an option and the CHECKPOINT, exclude each other, or if an option is
-        given without the one that it belongs with."""
+        """Raise UserError if two options, or an option and the CHECKPOINT, exclude each other, or if an option lacks
+        another that it needs."""
         for needed, options in BELONG_WITH.items():
             for name in options:
                 if getattr(self, name) and not getattr(self, needed):

@@ -55,8 +55,8 @@ class ProcessName:
         return (self.host, self.namespace) == (other.host, other.namespace)
 
     def is_gone(self) -> bool:
-        """Return True if the process has ended or is a zombie. The process must have the same host and namespace as the
-        calling process."""
+        """Return True if the process has ended or, on Linux, is a zombie. The process must have the same host and
+        namespace as the calling process."""
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):  # OverflowError: a number that is too large for a pid

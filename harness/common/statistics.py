@@ -18,7 +18,7 @@ HIGH_END = 0.975  # quantile at the high end of a 95 % interval
 @dataclass(frozen=True)
 class Estimate:
     """Value with its 95 % interval: the middle 95 % of its bootstrap resamples (Efron & Tibshirani 1993, An
-    Introduction to the Bootstrap, section 13.3), or the wider interval of `estimate_of_mean`."""
+    Introduction to the Bootstrap, section 13.3). `estimate_of_mean` widens the interval."""
 
     value: float
     low: float
@@ -36,7 +36,7 @@ class Inconclusive:
 
 
 def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:
-    """Return the mean score of each of Q questions and M models (QxM) over R repeats.
+    """Return each model's mean score on each question over the repeats, QxM.
 
     If a model's score is missing (NaN), that repeat of the question is left out for all models. A question without a
     complete repeat is left out.

@@ -42,7 +42,7 @@ class Arms:
     diverged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # diverged runs of each arm, finished or not
 
     def arm_of(self, run: str) -> str | None:
-        """Return the name of the arm that contains the run `run`, or None if no arm does."""
+        """Return the name of the arm that has `run` among its finished runs, or None if no arm does."""
         return next((arm for arm, names in self.run_names.items() if run in names), None)
 
     def members(self, arm: str) -> tuple[str, ...]:
@@ -50,8 +50,7 @@ class Arms:
         return tuple(dict.fromkeys((*self.run_names.get(arm, ()), *self.diverged.get(arm, ()))))
 
     def arm_with(self, run: str) -> str | None:
-        """Return the name of the arm of the run `run`, even if this run diverged before its end, or None if no arm has
-        it."""
+        """Return the name of the arm that has `run` among its `members`, or None if no arm does."""
         return next((arm for arm in self.run_names if run in self.members(arm)), None)
 
 

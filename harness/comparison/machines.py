@@ -147,8 +147,8 @@ def _read_work(run: RunDirectory, prices: Path) -> tuple[ModelConfig, Mapping[st
 
 
 def known_speeds(run: RunDirectory, model: ModelConfig, train: Mapping[str, Any]) -> list[KnownSpeed]:
-    """Return the training speeds of `model` found in a run's folder: the one measured with the kernels of `train`, and
-    the one that others reported. Raises UserError if summary.json or reported.json is wrong."""
+    """Return the training speeds of `model` found in a run's folder: the measured one, if the settings `train` lead to
+    the same kernels, and the reported one. Raises UserError if summary.json or reported.json is wrong."""
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None
     if summary and summary.has_shape(model) and same_kernels(summary.train, train):

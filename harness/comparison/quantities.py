@@ -212,7 +212,7 @@ def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
 
 
 def _validation_loss(record: RunRecord) -> Number:
-    """Return the last validation loss, else Inconclusive if train.json asks for no validation, else None."""
+    """Return the last validation loss. Without one, return Inconclusive for a run without validation, else None."""
     value = _latest("final_validation_loss", "validation_loss", record)
     is_off = record.train and record.train.get("validation_interval") is None
     return Inconclusive("trained without validation") if value is None and is_off else value
@@ -320,8 +320,8 @@ def _measurements(
     is_old = steps is not None and record.latest is not None and not record.latest.endswith(f"-iteration-{steps - 1}")
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
-        """Return True if `weights` are those of the checkpoint named `link`. If `link` is None or `is_old` is true,
-        return True if their global step is `step`, or return `recorded` if either step is unknown."""
+        """Return True if `weights` are those of the checkpoint `link`. If `link` is None or `is_old` is true,
+        their global step is compared with `step`; if one of the two is unknown, `recorded` is returned."""
         if link is not None and not is_old:
             return weights.checkpoint == link
         return recorded if step is None or weights.global_step is None else weights.global_step == step
@@ -375,8 +375,8 @@ def _finite_test_losses(record: RunRecord) -> Values:
 
 
 def _trained_on(record: RunRecord) -> Values:
-    """Return, for each split with a test loss, the percentage of its 13-grams that also occur in the run's training
-    data."""
+    """Return, for each split with a test loss, the percentage of the compared 13-grams that also occur in the run's
+    training data."""
 
     def read(result: LossResult) -> tuple[float | None, str] | None:
         found = result.trained_on

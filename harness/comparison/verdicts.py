@@ -63,8 +63,8 @@ class Arm:
 
     @cached_property
     def variance_by_text(self) -> float | None:
-        """Part of the variance between the runs' losses that is due to the choice of the text, in nats². None with a
-        single run, or if too few windows' losses are known."""
+        """Part of the variance between the runs' losses that is due to the choice of the text, in nats². None for a
+        single run, and for too few windows with known losses."""
         if self.windows is None or self.run_count < 2:
             return None
         estimates = [text_noise(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
