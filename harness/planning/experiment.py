@@ -1,5 +1,5 @@
-"""An experiment (a run directory and its datasets), the position at which its training starts or resumes, and the
-checks of whether it may resume from a checkpoint."""
+"""An experiment (a run directory and its datasets), the position at which its training starts or resumes, and checks
+before a resumption."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Position:
         return self.total_steps - 1
 
     def is_due(self, step: int, interval: int | None) -> bool:
-        """Return True if work is due after the global step `step`: if `step` is 0, another multiple of `interval`, or
-        the last step. If `interval` is None, work is never due."""
+        """Return True if work is due after the global step `step`: after the last step and after every multiple of
+        `interval`, 0 included. If `interval` is None, work is never due."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
     def due_after(self, step: int, config: TrainConfig, interrupted_evaluation: str | None = None) -> set[str]:
         """Return the names of the work that is due after a global step.
 
         Work is done in the order "report", "validation", "benchmarks", "sample", "checkpoint", "weights_check". If
-        `interrupted_evaluation` names an evaluation of this step that was interrupted, the work before it is left out.
+        `interrupted_evaluation` is given, the names before it in this order are left out.
         """
         intervals = {  # in the order in which it is done
             "report": config.report_interval,
@@ -75,7 +75,7 @@ def find_unfinished_work(config: TrainConfig, position: Position, meta: Checkpoi
     done.
 
     An interrupted evaluation leaves such work, and so does a change of settings that makes this step the last one.
-    If such a change leaves any work, the names include "checkpoint", although the step already has a checkpoint.
+    Work that such a change leaves includes another checkpoint of the step.
     """
     if meta is None:
         return set()
@@ -98,8 +98,8 @@ FIXED_KEYS = {
 
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
-    """Raise UserError if training cannot resume from the checkpoint that `meta` describes, because `meta` and `now`
-    differ in the model, in the dataset or in one of FIXED_KEYS. The message begins with `path`."""
+    """Raise UserError if `now`, the run's provenance, differs from that of the checkpoint that `meta` describes in the
+    model, in the dataset or in one of FIXED_KEYS. The message begins with `path`."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
         if part == "model" and isinstance(then, dict):  # earlier versions recorded fewer keys
@@ -156,8 +156,8 @@ def changes_of_result(
 ) -> list[str]:
     """Return the changes since a checkpoint that can affect the training loss: "key: old -> new after global step N".
 
-    `train` is train.json now. `here` has today's values of keys of meta.json, such as `device`. A value that the
-    checkpoint does not record counts as unchanged. `last_step` is the run's last global step under today's budget.
+    `train` is train.json now. `here` has this process's values for keys of meta.json, such as "device". A value that
+    the checkpoint does not record counts as unchanged. `last_step` is the run's last global step by today's budget.
     """
     ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *IRRELEVANT_TO_LOSSES}
     ignored -= {"residual_precision"}  # affects the speed, but changes the losses by more than rounding errors
@@ -206,8 +206,8 @@ class Experiment:
 
     @classmethod
     def load(cls, run: RunDirectory, datasets_dir: Path) -> Experiment:
-        """Read model.json and train.json of the run. Raises UserError if one of them is wrong, or if they contradict
-        each other."""
+        """Read model.json and train.json of the run. Raises UserError if one of them is missing or wrong, or if they
+        contradict each other."""
         model = load_model_config(run.model_json)
         config = load_train_config(run.train_json, has_experts=model.moe is not None)
         for name in config.dataset_weights:
@@ -230,12 +230,12 @@ class Experiment:
             )
 
     def check_restart(self) -> None:
-        """Raise UserError if --restart would move the file `initial_weights` aside."""
+        """Raise UserError if --restart would move the file that `initial_weights` names."""
         weights, own = self.initial_weights, os.path.realpath(self.run.checkpoints)
         if weights is not None and weights.is_file() and weights.resolve().is_relative_to(own):
             raise UserError(
-                f'{self.run.train_json}: key "initial_weights": in the run\'s own checkpoints, which --restart moves '
-                "away; copy the file elsewhere, and name the copy"
+                f'{self.run.train_json}: key "initial_weights": names a file in the run\'s own checkpoints, which '
+                "--restart moves away; copy the file elsewhere, and name the copy"
             )
 
     @property
@@ -259,7 +259,7 @@ class Experiment:
 
     def has_data(self) -> bool:
         """Return True if all datasets are on this machine. Raises UserError if a dataset's folder has files but lacks a
-        split."""
+        split. Datasets after the first missing one are not checked."""
         return are_present(self.datasets_dir, self.config.dataset_weights, self.splits)
 
     def open_data(self) -> TrainingData:
@@ -298,10 +298,10 @@ class Experiment:
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
-        """Return train.json's budget in tokens, or None for `min_train_tokens`, which needs no conversion.
+        """Return train.json's budget converted to tokens, or None if it is `min_train_tokens`.
 
-        If `meta` has a budget of the same key and value, that budget is returned. Raises UserError if the budget or a
-        batch is impossible.
+        If `meta` records a budget of the same key and value, that record is returned. Raises UserError if the budget or
+        a batch is impossible.
         """
         config, recorded = self.config, meta.budget if meta else None
         key, value = config.budget_key, getattr(config, config.budget_key)
@@ -339,11 +339,10 @@ class Experiment:
         )
 
     def available_tokens(self, split_tokens: Sequence[int]) -> int:
-        """Return the number of tokens, last target included, that training may read in all passes over train splits of
-        these lengths.
+        """Return the number of tokens that training can read from train splits of these lengths, last target included.
 
-        sys.maxsize stands for passes without end. If a split is too short for one sequence, the number is at most the
-        context length, perhaps negative.
+        All passes count. Returns sys.maxsize if they have no end, and at most the context length, perhaps a negative
+        number, if a split is too short for one sequence.
         """
         order, epochs = self.window_order(split_tokens), self.config.epochs
         if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):

@@ -66,7 +66,7 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
 
     `given` is train.json's price_per_hour. The price is the first of these that exists:
 
-    1. `given`, if no listed machine has this price
+    1. `given`, if it is not the price of a listed machine
     2. the price of a listed machine with `gpus` GPUs of the kind `device`
     3. `given` times the number of machines needed, if the first listed machine with this price has GPUs of that kind,
        or if `device` is None (unknown)

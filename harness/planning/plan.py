@@ -48,8 +48,8 @@ class InMirror(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The remaining work of a run. Without a `position`, `steps` fails, and so does what is computed from it, such as
-    tokens and seconds."""
+    """The remaining work of a run. If `position` is None, `steps` and all that is computed from it, such as `tokens`,
+    must not be used."""
 
     experiment: Experiment
     layout: BatchLayout
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def batches(self) -> BatchSchedule:
-        """Schedule of the global batches of the remaining steps."""
+        """Schedule of the global batches of the remaining steps, or of the whole run without a `position`."""
         return self.experiment.batches(self.layout, self.position.tokens_seen if self.position else 0)
 
     @property
@@ -94,8 +94,8 @@ class Plan:
         return self.batches.tokens_before(len(self.steps))
 
     def times(self, work: str, interval: int | None) -> int:
-        """Return how often `work` ("validation", "benchmarks" or "checkpoint") is still to be done. In the remaining
-        steps, it is due at this `interval` (see `Position.is_due`). Work that an earlier process left undone adds 1."""
+        """Return how often `work` ("validation", "benchmarks" or "checkpoint") is still to be done: in the remaining
+        steps at this `interval` (see `Position.is_due`), and once more if an earlier process left it undone."""
         steps = self.steps
         if interval is None:
             return 0
@@ -127,16 +127,16 @@ class Plan:
         return self.times("checkpoint", self.config.checkpoint_every)
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of one checkpoint on disk in bytes. A tied matrix is in it twice, under both names. Besides
-        weights and optimizer state, OTHER_BYTES are assumed."""
+        """Return the size of one checkpoint on disk in bytes. A tied matrix counts twice, because it is stored under
+        both names."""
         model = self.experiment.model
         weights = WEIGHT_BYTES * sum(math.prod(shape) for shape in model.tensor_shapes().values())
         return weights + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def added_checkpoints(self, *, at_end: bool = False) -> int:
-        """Return the largest number of planned checkpoints that can be on the disk besides those that are there now.
+        """Return the largest number of checkpoints that the plan can add to those now on the disk.
 
-        With `at_end`, count only those that remain after the run has finished, and assume that it is not stopped again.
+        With `at_end`, count only those that remain after the run has finished without another stop.
         """
         assert self.position is not None
         steps = [at for at, _ in list_checkpoints(self.experiment.run.checkpoints)] if self.is_continued else []
@@ -155,8 +155,8 @@ class Plan:
         return self.added_checkpoints() * self.checkpoint_bytes()
 
     def disk_shortage(self) -> str | None:
-        """Return a message with a remedy if the disk of the run's checkpoints cannot hold them. Return None if it can,
-        or if their number is unknown."""
+        """Return a message with a remedy if the disk is too small for the plan's checkpoints. Return None if it is
+        large enough, or if their number is unknown."""
         run = self.experiment.run
         # `checkpoints` may be a link to another disk
         free = shutil.disk_usage(run.checkpoints if run.checkpoints.exists() else run.path).free
@@ -172,7 +172,7 @@ class Plan:
         )
 
     def check_disk(self) -> None:
-        """Raise UserError if the disk of the run's checkpoints cannot hold them."""
+        """Raise UserError if the disk is too small for the plan's checkpoints."""
         if shortage := self.disk_shortage():
             raise UserError(f"{self.experiment.run.path}: {shortage}")
 
@@ -251,13 +251,13 @@ def checked_plan(
 ) -> Plan:
     """Return the plan of training on `ranks` ranks. Training starts from the first of these that applies:
 
-    1. the checkpoint of `mirrored`, if it has one
+    1. the mirror's checkpoint, if `mirrored` has one
     2. the beginning, if `restart` is true
     3. `checkpoint` (None: the latest one)
-    4. the beginning
+    4. the beginning, if the run has no checkpoint
 
-    Raises UserError for most settings, data and checkpoints that training would refuse. Free disk space, hashes, the
-    device, max_hours and benchmark tasks, for example, are not checked.
+    Raises UserError for most settings, data and checkpoints that training would refuse. Not checked, for example: free
+    disk space, hashes, the device, max_hours and benchmark tasks.
     """
     meta = mirrored.meta if mirrored else None
     if meta is None and not restart:
@@ -360,8 +360,8 @@ def describe_plan(
 
 
 def describe_lost_machine(plan: Plan, speed: PlannedSpeed, mirrored: InMirror) -> str:
-    """Return, as text, the most that losing the machine can cost: the training since the newest checkpoint that is
-    whole in the mirror."""
+    """Return, as text, how much training a loss of the machine can cost at most: all since the mirror's newest
+    complete checkpoint."""
     size, rate = plan.checkpoint_bytes(), mirrored.bytes_per_second
     every = min(plan.config.checkpoint_every, max(1, len(plan.steps)))
     upload = None if rate is None else size / rate
@@ -472,8 +472,8 @@ def print_plan(
 ) -> None:
     """Print what training would do. `checkpoint`, `mirrored` and --restart determine the start, as in `checked_plan`.
 
-    The plan is for `ranks` ranks on this machine. If no GPU is visible here, and `machine_of_run` returns a machine,
-    the plan is for that machine, with all its GPUs if `ranks` is 1. --assume-device and --assume-world-size take
+    The plan is for `ranks` ranks on this machine. If no GPU is visible here, it is for the machine that
+    `machine_of_run` returns, if any, with all GPUs if `ranks` is 1. --assume-device and --assume-world-size take
     precedence.
     """
     said, meant, memory, assumed = None, None, None, options.assume_world_size

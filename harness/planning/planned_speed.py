@@ -59,7 +59,7 @@ def plan_speed(
     3. the run's reported.json
     4. an estimate for the device
 
-    The device is the first of these that is known. If none is, any measurement counts.
+    The device is the first of these that is in DEVICES. Without one, any measurement counts.
 
     - the device of --assume-device. reported.json is not used then.
     - this machine's GPUs, if alike and enough for all ranks. reported.json must be for them then.
@@ -108,8 +108,8 @@ def _measured_speed(
     """Return a speed that was measured for this model, batch and settings by a run in the folder of runs, or by
     check_machine.py.
 
-    If `device` is given, only speeds on it or on a device named in `here` are used. If no speed was measured for long
-    enough, the result has a reason instead of a number.
+    If `device` is given, only measurements on it or on a device named in `here` count. If none was long enough, the
+    result has a reason instead of a number.
     """
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
     found: list[tuple[tuple[bool, bool, bool, bool, float], Path, RunSummary, Measured]] = []
@@ -143,8 +143,8 @@ def _measured_speed(
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
     """Return the speed in the run's reported.json for this model and batch on the device `own` (None: any), or None.
 
-    Each setting in train.json that affects speed must have its default or the report's value (null if the report has
-    none). If the validation settings equal the report's, its speed of training and validation together is preferred.
+    Each setting in train.json that affects speed must have its default or the report's value (a missing one is
+    null). If the report has the same validation settings, its speed of training and validation together is preferred.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:

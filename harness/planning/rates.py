@@ -24,8 +24,8 @@ class Schedule:
     def at(self, step: int, batch_tokens: int) -> tuple[float, float]:
         """Return the factors of the learning rates and of the weight decays in a global step of `batch_tokens` tokens.
 
-        The factors multiply train.json's values as `scale_settings` returns them. With `scale_with_batch`, the factors
-        are smaller for the smaller batches of a `batch_ramp` (`batch_factor`).
+        They apply to train.json's values after scaling (`scale_settings`). With `scale_with_batch`, they are smaller
+        for the smaller batches of a `batch_ramp` (`batch_factor`).
         """
         ramp = 1.0 if self.ramp_tokens is None else batch_factor(batch_tokens, self.ramp_tokens)
         return self.multiplier(step) * ramp, ramp

@@ -89,16 +89,16 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """Return `train`, a recorded train.json, with `min_train_tokens` in place of its budget, so that budgets can be
-    compared. `recorded` is the record of the budget; None: `train` is returned unchanged."""
+    """Return the recorded train.json `train` with its budget given as `min_train_tokens`. `recorded` is that budget
+    resolved to tokens; None: `train` is returned unchanged."""
     if recorded is None:
         return train
     return {**train, recorded.key: None, "min_train_tokens": recorded.tokens}
 
 
 def wanted_tokens(train: Mapping[str, Any], recorded: Budget | None) -> int | None:
-    """Return the number of tokens of a whole run; None: not known. If `train` still has the `recorded` budget, the
-    number is that budget's, else it is `train`'s `min_train_tokens`."""
+    """Return the number of tokens of a whole run: that of the `recorded` budget if `train` still has this budget, else
+    `min_train_tokens` of `train`. Return None if it is not known."""
     if recorded is not None and train.get(recorded.key) == recorded.value:
         return recorded.tokens
     tokens = train.get("min_train_tokens")

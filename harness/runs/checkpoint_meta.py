@@ -115,7 +115,7 @@ class TrainState(Progress):
         - Level: an exponential moving average of the loss over about `patience` / 2 reports.
         - Diverged: the level has been more than DIVERGED_BY above its lowest value for `patience` * `interval` global
           steps.
-        - Not diverged, whatever the level: the last validation loss is at most DIVERGED_BY / 2 above the lowest one.
+        - Never diverged while the last validation loss is at most DIVERGED_BY / 2 above the lowest one.
 
         Without validation, a long stretch of much harder text, or reports of only a few hundred tokens, can give a
         false alarm.
@@ -150,7 +150,7 @@ class TrainState(Progress):
 
     def close_loss_period(self) -> None:
         """Set `train_loss` to the mean over microbatches reported since the last call, if any. Call this before each
-        planned checkpoint."""
+        checkpoint that train.json asks for."""
         if self.loss_count:
             self.train_loss = self.loss_sum / self.loss_count
         self.loss_sum, self.loss_count = 0.0, 0
@@ -322,8 +322,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     @property
     def is_from_notebook(self) -> bool:
-        """True if the notebook's program wrote the checkpoint. A checkpoint of this program that has lost some of
-        OWN_KEYS is damaged, and not the notebook's."""
+        """True if the notebook's program wrote the checkpoint: meta.json has none of OWN_KEYS."""
         return not OWN_KEYS & self.model_fields_set
 
     def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:

@@ -204,7 +204,7 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
     With `verify`, the checkpoint's hashes are verified. The caller must then hold the run's lock, because
     incomplete checkpoints of other processes are removed.
 
-    Raises UserError if the checkpoint is missing or found to be damaged, or if a finished run has none left. A
+    Raises UserError if the checkpoint is missing or found to be damaged, or if a finished run has no checkpoint. A
     checkpoint of the lab notebook's program (upstream.py) is not verified, and is refused if `name` is None.
     """
     folder = run.checkpoints

@@ -34,14 +34,14 @@ def known_runs(runs_dir: Path) -> list[str]:
 
 def is_run(path: Path) -> bool:
     """Return True if a folder holds a run, an imported model or published figures. A hidden folder does not count,
-    because it is a draft."""
+    because it may be incomplete."""
     names = ("train.json", "summary.json", "reported.json", WEIGHTS)
     return not path.name.startswith(".") and any((path / name).is_file() for name in names)
 
 
 @cache
 def _tell_left_out(reason: str) -> None:
-    """Print on standard error, once per process, why a run is left out."""
+    """Print on standard error why `find_all` leaves a run out, each reason only once per process."""
     tell(f"left out: {reason}")
 
 
@@ -92,7 +92,7 @@ class RunDirectory:
     @classmethod
     def find(cls, runs_dir: Path, name: str) -> RunDirectory:
         """Return the run `runs_dir/name`. `name` may also be the path of that folder. The folder's files need not
-        exist. Raises UserError if `runs_dir` has no such folder."""
+        exist. Raises UserError if the name is invalid, or if there is no such folder inside `runs_dir`."""
         path = runs_dir / _plain_name(runs_dir, name)
         if path.is_dir():
             check_inside(path, runs_dir, "--runs-dir")
@@ -119,8 +119,8 @@ class RunDirectory:
         found = fnmatch.filter(known_runs(runs_dir), pattern) if inside else []
         if not found:
             raise UserError(
-                f"{runs_dir / pattern if inside else name}: no run in {runs_dir} has such a name; --runs-dir names the "
-                "folder of your runs"
+                f"{runs_dir / pattern if inside else name}: no run in {runs_dir} matches; --runs-dir names the folder "
+                "of your runs"
             )
         runs, refused = [], []
         for each in found:
@@ -156,8 +156,8 @@ class RunDirectory:
 
     def set_results_aside(self) -> Path | None:
         """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return that folder.
-        If there are no results except those of microbatch searches (-f), move nothing and return None. Raises RunError
-        or OSError if a move fails."""
+        Moves nothing and returns None if there is nothing but results of microbatch searches (-f). Raises RunError or
+        OSError if a move fails."""
 
         def links_last(path: Path) -> tuple[bool, int, str]:
             """Return a sort key: by global step, with the links `best` and `latest` last."""
@@ -186,8 +186,9 @@ class RunDirectory:
         return folder
 
     def set_measurements_aside(self, last_step: int, make_aside: Callable[[], Path]) -> None:
-        """Move aside the measurements of checkpoints after global step `last_step`. `make_aside` must return the same
-        folder at each call, and is called only if a file is moved. Raises RunError or OSError if a move fails."""
+        """Move aside the measurements of checkpoints after global step `last_step`. `make_aside` returns a folder for
+        them, the same one at each call. It is called only if a file is moved. Raises RunError or OSError if a move
+        fails."""
         for path in sorted(self.results.iterdir()) if self.results.is_dir() else []:
             checkpoint = CHECKPOINT_NAME.search(path.name)  # a measurement's file name contains this
             if checkpoint and int(checkpoint.group(1)) > last_step:

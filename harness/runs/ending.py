@@ -143,7 +143,7 @@ def main() -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning, without waiting for it to be read: `on_end` must run all the same."""
+    """Print a warning. Returns even if the output is blocked, because `on_end` must run all the same."""
     tell_soon(text, "warning")
 
 
@@ -180,8 +180,7 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
 
 
 def send_rest(run: RunDirectory, url: str) -> str | None:
-    """Send to the mirror at `url` what the training process, which may have been killed, has left unsent. Return what
-    went wrong, or None."""
+    """Send to the mirror at `url` all that training has left unsent. Return what went wrong, or None."""
     command = [sys.executable, str(ROOT / "mirror.py"), "push", run.path.name, url, "--runs-dir", str(run.path.parent)]
     deadline = time.monotonic() + UPLOAD_SECONDS
     fault = ""

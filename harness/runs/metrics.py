@@ -116,8 +116,8 @@ def parse_event(line: str | bytes) -> Event | None:
 
 
 class MetricsFile:
-    """The file metrics.jsonl, with one JSON object per line. A line that is appended survives the end of the process.
-    Before a checkpoint gets its final name, `make_durable` must be called."""
+    """The file metrics.jsonl, with one JSON object per line. Appended lines survive a killed process. Before a
+    checkpoint gets its final name, `make_durable` must be called."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

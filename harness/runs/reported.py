@@ -73,8 +73,8 @@ class Reported(BaseModel):
 
     @property
     def whole_run_speed(self) -> float | None:
-        """Reported tokens per second of a whole run, including its validation, or None if unknown. The reported speed
-        counts as that of a whole run if the run's tokens and seconds are reported, too."""
+        """Reported tokens per second of a whole run, including its validation. None if unknown, or if the run's tokens
+        or seconds are not reported."""
         is_whole = self.value("tokens_seen") is not None and self.value("train_seconds") is not None
         return self.value("tokens_per_second") or None if is_whole else None
 

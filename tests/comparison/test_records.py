@@ -201,11 +201,11 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
     (tmp_path / "d copy" / "train.json").touch()
     assert [run.path.name for run in find_runs(tmp_path, ("c*",))] == ["c"]
     refused: list[tuple[Path, tuple[str, ...], str]] = [
-        (tmp_path, ("a**b",), r"a\*\*b: no run in .* has such a name"),
+        (tmp_path, ("a**b",), r"a\*\*b: no run in .* matches"),
         (tmp_path, ("d*",), "run 'd copy': must be a plain name"),
         (tmp_path, ("bb",), "no such run; did you mean b"),
         (tmp_path, ("notes",), "not a run; it has neither train"),
-        (tmp_path, ("n*",), "no run in .* has such a name"),
+        (tmp_path, ("n*",), "no run in .* matches"),
         (tmp_path / "notes", (), "there are no runs; --runs-dir names"),
     ]
     for folder, asked, message in refused:

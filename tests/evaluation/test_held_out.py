@@ -398,8 +398,8 @@ REFUSED: list[tuple[list[str], str]] = [
         "wanted 501 tokens (1 batch of 1 sequence of 16 tokens from token 484), but there are 500",
     ),
     (["r", "--dataset", ""], 'dataset ""'),
-    (["--run", "rl-*"], "no run in runs has such a name"),
-    (["r", "rl-**"], "no run in runs has such a name"),
+    (["--run", "rl-*"], "no run in runs matches"),
+    (["r", "rl-**"], "no run in runs matches"),
     (["r", ":best"], "run '': must be a plain name"),  # of $RUN:best, if there is no variable RUN
     (["r", ".:best"], "run '.': must be a plain name"),
 ]
