@@ -94,8 +94,8 @@ def main(
     baseline = arm[0] if arm else None
     records = [RunRecord.read(run) for run in find_runs(runs_dir, (*runs, *arm) if runs else ())]
     # Runs that ship with the repository and were never trained here would fill the table.
-    trained = [record for record in records if record.state.word != "never trained" or record.name == baseline]
-    left_out = [] if runs or not trained else [record for record in records if record not in trained]
+    never = [record for record in records if record.state.word == "never trained"]
+    left_out = [] if runs or len(never) == len(records) else [each for each in never if each.name != baseline]
     table = RunsTable.of([record for record in records if record not in left_out]).sorted(sort)
     everything = [*table.records, *left_out]
     comparison = compare_with(baseline, everything) if baseline is not None else None
@@ -160,15 +160,17 @@ def _read_references(reference: tuple[str, ...]) -> dict[str, float]:
     """Return the losses in the LABEL=LOSS texts of --reference, by label. Raises UserError if a text is wrong."""
     found = {}
     for text in reference:
-        label, _, number = text.rpartition("=")
+        label, _, number = map(str.strip, text.rpartition("="))
         try:
             loss = float(number)
         except ValueError:
             loss = 0.0
-        if not label.strip() or not 0 < loss < LARGEST_LOSS:
+        if not label or not 0 < loss < LARGEST_LOSS:
             form = 'must be LABEL=LOSS, such as "GPT-2 small=3.500"'
             raise UserError(f'--reference "{text}": {form}, with a loss above 0 and below {LARGEST_LOSS:g}')
-        found[label.strip()] = loss
+        if label in found:
+            raise UserError(f'--reference "{text}": a second line called "{label}"; give each its own label')
+        found[label] = loss
     return found
 
 

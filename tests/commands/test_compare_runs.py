@@ -118,7 +118,9 @@ def test_without_names_what_was_never_trained_is_a_line_and_no_row(tmp_path: Pat
     assert "inconclusive, because no other arm has finished" in against
     (tmp_path / "mine" / "summary.json").unlink()
     (tmp_path / "mine" / "results").rename(tmp_path / "results")
-    assert "shipped" in compare(tmp_path).stdout.split("Settings")[0], "if no run was trained, all are shown"
+    for given in ((), ("--baseline", "shipped")):
+        shown = json.loads(compare(tmp_path, "--json", *given).stdout)["runs"]
+        assert [run["name"] for run in shown] == ["mine", "shipped"], "if no run was trained, all are shown"
 
 
 def test_dollars_are_those_of_the_summary_or_worked_out_as_a_summarys_are(tmp_path: Path) -> None:
@@ -280,6 +282,7 @@ def test_a_hundred_runs_are_read_about_as_fast_as_their_files_are_parsed_four_ti
         (["a", "--reference", "GPT-2=3.5"], "--reference belongs with --html or --chart"),
         (["a", "--html", "x.html", "--over", "hours"], "--over belongs with --chart"),
         (["a", "--chart", "x.png", "--reference", "GPT-2"], 'must be LABEL=LOSS, such as "GPT-2 small=3.500"'),
+        (["a", "--chart", "x.png", *["--reference", "x=3", "--reference", " x = 4"]], 'a second line called "x"'),
         (["a", "--chart", "x.png"], "--chart: nothing to draw: "),
         (["a", "--html", ""], ".: is a folder; name a file"),  # of --html "$PAGE", if there is no variable PAGE
         (["a", "--prices", "x"], "--prices belongs with --machines"),
