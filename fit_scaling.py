@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from harness.scaling.data import CostLaw, Points
     from harness.scaling.laws import Plan
 
+FILE = click.Path(path_type=Path, dir_okay=False)
 QUANTITY = FiniteNumber(min=0, min_open=True, max=1e40)
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -23,7 +24,7 @@ FORMATS = (".png", ".pdf", ".svg")
 @click.argument("runs", nargs=-1)
 @click.option(
     "--points",
-    type=click.Path(path_type=Path),
+    type=FILE,
     help="CSV file to fit instead of RUNS; columns: parameters, flops, loss, optionally tokens and name.",
 )
 @click.option("--drop-highest", type=click.IntRange(0), default=0, metavar="K", help="Leave out the K highest losses.")
@@ -61,7 +62,7 @@ FORMATS = (".png", ".pdf", ".svg")
     help="Number of resamples for the intervals.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the resamples.")
-@click.option("--chart", type=click.Path(path_type=Path), help="Draw points and laws into this file (png, pdf or svg).")
+@click.option("--chart", type=FILE, help="Draw points and laws into this file (png, pdf or svg).")
 @click.option("--json", is_flag=True, help="Print JSON.")
 @RUNS_DIR
 def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
@@ -139,13 +140,13 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, 
     from harness.scaling.laws import Plan
 
     if "=" in text:
-        parts = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
-        if parts.keys() != {"parameters", "tokens"}:
+        parts = [part.partition("=")[::2] for part in text.replace(" ", "").split(",")]
+        if sorted(key for key, _ in parts) != ["parameters", "tokens"]:
             raise UserError(f"--predict {text}: write parameters=NUMBER,tokens=NUMBER, or the name of a run")
         numbers: dict[str, float] = {}
-        for key in ("parameters", "tokens"):
+        for key, number in parts:
             try:
-                numbers[key] = QUANTITY.convert(parts[key], None, None)
+                numbers[key] = QUANTITY.convert(number, None, None)
             except click.BadParameter:
                 raise UserError(f"--predict {text}: {key} must be a number greater than 0, and at most 1e40") from None
         return Plan("", **numbers, flops=cost.flops(**numbers))

@@ -224,17 +224,21 @@ def test_the_axis_of_the_best_is_labeled_for_what_it_shows(tmp_path: Path) -> No
         (("a", "--points", "POINTS"), "--points and RUNS: give one of them"),
         (("--points", "/nowhere.csv"), "/nowhere.csv: No such file or directory"),
         (("--points", "POINTS", "--predict", "tokens=3"), "write parameters=NUMBER,tokens=NUMBER"),
+        (("--points", "POINTS", "--predict", "parameters=1e9,parameters=2e9,tokens=3"), "write parameters=NUMBER"),
         (("--points", "POINTS", "--predict", "parameters=x,tokens=3"), "parameters must be a number"),
         (("--points", "POINTS", "--predict", "parameters=-1,tokens=3"), "parameters must be a number greater than 0"),
         (("--points", "POINTS", "--predict", "quickstrat", "--runs-dir", "RUNS"), "did you mean quickstart?"),
         (("--points", "POINTS", "--chart", "c.txt"), "--chart c.txt: name a file that ends in .png, .pdf, .svg"),
         (("--points", "POINTS", "--chart", "/nowhere/c.png"), "/nowhere: no file can be written there"),
+        (("--points", "POINTS", "--chart", "FOLDER"), "folder.png' is a directory"),
         (("--points", "POINTS", "--drop-highest", "20"), "--drop-highest 20: there are 20 points"),
         (("quickstart", "--runs-dir", "RUNS"), "none of the runs gives a point: quickstart: has not finished"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(points: str, arguments: tuple[str, ...], message: str) -> None:
-    places = {"POINTS": points, "RUNS": str(SHIPPED_RUNS)}
+def test_what_cannot_be_done_is_one_line(points: str, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    places = {"POINTS": points, "RUNS": str(SHIPPED_RUNS), "FOLDER": str(folder)}
     done = fit(*(places.get(word, word) for word in arguments), status=2)
     assert done.stdout == ""
     done.refuses(message)
