@@ -42,25 +42,10 @@ class BaselineComparison:
         return [self.title, *sentences, *filter(None, [self.closing]), *self.notes]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "verdicts": [
-                {
-                    "arm": verdict.arm,
-                    "baseline": verdict.baseline,
-                    "verdict": verdict.word,
-                    "sentence": verdict.sentence,
-                    "runs": list(verdict.run_counts),
-                    "difference": verdict.difference.value if verdict.difference else None,
-                    "interval": list(verdict.interval) if verdict.interval else None,
-                    "interval_level": verdict.level,
-                    "adjusted_p": verdict.adjusted_p,
-                }
-                for verdict in self.verdicts
-            ],
-            "seeds": self.closing,
-            "notes": self.notes,
-        }
+        verdicts = [
+            {**vars(each), "difference": each.difference.value if each.difference else None} for each in self.verdicts
+        ]
+        return {"title": self.title, "verdicts": verdicts, "seeds": self.closing, "notes": self.notes}
 
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:

@@ -89,17 +89,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on one arm. Differences are the arm's loss minus the baseline's, in nats: negative is better."""
+    """Verdict on one arm. Differences are the arm's loss minus the baseline's, in nats: negative is better. The fields
+    have the names of the keys in the output of --json, where `difference` is its `value`."""
 
     arm: str
     baseline: str
-    run_counts: tuple[int, int]  # of the arm and of the baseline
-    word: Word
+    verdict: Word
     sentence: str  # the verdict in words; if it is inconclusive, with the reason
+    runs: tuple[int, int]  # numbers of runs of the arm and of the baseline
     difference: Difference | None = None  # None if one of the two has no run, or a loss that is not finite
     # These are None if the difference could not be tested.
     interval: tuple[float, float] | None = None  # includes all noise that is known
-    level: float | None = None  # of the interval, in percent: 95, or more with Holm's correction
+    interval_level: float | None = None  # in percent: 95, or more with Holm's correction
     adjusted_p: float | None = None  # with Holm's correction
 
 
@@ -131,10 +132,11 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
         if isinstance(difference, Difference) and isinstance(difference.total, LossEstimate):
             adjusted_p, alpha = corrected[index]
             verdict = _tested(baseline, arm, difference, difference.total, len(corrected), adjusted_p, alpha)
-            better = {"better": arm, "worse": baseline}.get(verdict.word)
+            better = {"better": arm, "worse": baseline}.get(verdict.verdict)
             if better and better.diverged:  # a run that diverged early has no loss, so its arm looks too good
                 lost = Inconclusive(f"{abbreviated(better.diverged)}, of {better.name}, diverged")
-                verdict = replace(verdict, word="inconclusive", sentence=f"{arm.name} against {baseline.name}: {lost}")
+                sentence = f"{arm.name} against {baseline.name}: {lost}"
+                verdict = replace(verdict, verdict="inconclusive", sentence=sentence)
             verdicts.append(verdict)
         else:
             verdicts.append(_untested(baseline, arm, difference))
@@ -186,9 +188,9 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
 
 def _untested(baseline: Arm, arm: Arm, difference: Difference | Inconclusive) -> Verdict:
     """Return the inconclusive verdict on an arm whose difference from the baseline cannot be tested."""
-    head, run_counts = f"{arm.name} against {baseline.name}", (arm.run_count, baseline.run_count)
+    head, runs = f"{arm.name} against {baseline.name}", (arm.run_count, baseline.run_count)
     if isinstance(difference, Inconclusive):
-        return Verdict(arm.name, baseline.name, run_counts, "inconclusive", f"{head}: {difference}")
+        return Verdict(arm.name, baseline.name, "inconclusive", f"{head}: {difference}", runs)
     models = f"these models differ by {difference.value:+.3f} nats on this text"
     if difference.text is not None:
         low, high = interval = difference.text.interval()
@@ -197,7 +199,7 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference | Inconclusive) ->
         ends = f"{low:+.{digits}f} to {high:+.{digits}f}"
         models = f"{difference.value:+.{digits}f} nats {within} (95 % interval {ends})"
     sentence = f"{head}: {difference.total}; {models}"
-    return Verdict(arm.name, baseline.name, run_counts, "inconclusive", sentence, difference)
+    return Verdict(arm.name, baseline.name, "inconclusive", sentence, runs, difference)
 
 
 def _tested(
@@ -229,8 +231,8 @@ def _tested(
         ends = f"{near:.{digits}f} to {far:.{digits}f}"
         sentence = f"{arm.name} is {word} than {baseline.name} by {abs(difference.value):.{digits}f} nats"
     sentence += f" ({level:g} % interval {ends}; {facts})"
-    run_counts = (arm.run_count, baseline.run_count)
-    return Verdict(arm.name, baseline.name, run_counts, word, sentence, difference, interval, level, adjusted_p)
+    runs = (arm.run_count, baseline.run_count)
+    return Verdict(arm.name, baseline.name, word, sentence, runs, difference, interval, level, adjusted_p)
 
 
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Sequence[str] = ()) -> str:

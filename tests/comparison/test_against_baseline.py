@@ -94,11 +94,11 @@ def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
         "in fp32:"
     )
     better, unclear = found.verdicts
-    assert (better.arm, better.word, better.run_counts) == ("lr-0.002", "better", (3, 3))
+    assert (better.arm, better.verdict, better.runs) == ("lr-0.002", "better", (3, 3))
     assert better.difference is not None
     assert better.difference.value == pytest.approx(-0.1007, abs=1e-4)
     assert "this text only" not in better.sentence, "the windows' losses were found"
-    assert (unclear.arm, unclear.word) == ("lr-0.004", "inconclusive")
+    assert (unclear.arm, unclear.verdict) == ("lr-0.004", "inconclusive")
     assert "Detecting a difference of 0.01 nats in 80 % of cases takes " in found.closing
     assert "Seeds of each arm needed to detect a difference as large as the one seen: " in found.closing
     assert " for lr-0.004 (0.0003 nats; " in found.closing
@@ -113,7 +113,7 @@ def test_validation_losses_serve_where_no_other_arm_has_a_test_loss(tmp_path: Pa
     found = compare_with("a", records(a, b))
     assert found.title.startswith("Against a (1 run), by validation loss on 20 x 16 tokens from token 0 ")
     (verdict,) = found.verdicts
-    assert (verdict.arm, verdict.word) == ("b", "inconclusive")
+    assert (verdict.arm, verdict.verdict) == ("b", "inconclusive")
     assert "training noise is unknown" in verdict.sentence
 
 
@@ -156,13 +156,13 @@ def test_a_verdict_on_another_text_is_told_too(tmp_path: Path) -> None:
 
 def test_an_arm_that_is_worse_without_its_diverged_seed_is_worse(tmp_path: Path) -> None:
     runs, lost = low_and_hot(tmp_path, 2.6, 4.5), diverged_run(tmp_path, "hot-seed3", 0.01, 3)
-    assert compare_with("low-seed1", records(*runs, lost)).verdicts[0].word == "worse"
-    assert compare_with("hot-seed1", records(*runs, lost)).verdicts[0].word == "better"
+    assert compare_with("low-seed1", records(*runs, lost)).verdicts[0].verdict == "worse"
+    assert compare_with("hot-seed1", records(*runs, lost)).verdicts[0].verdict == "better"
 
 
 def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_path: Path) -> None:
     runs, lost = low_and_hot(tmp_path, 2.6, 2.5), diverged_run(tmp_path, "hot-seed3", 0.01, 3)
-    assert compare_with("low-seed1", records(*runs)).verdicts[0].word == "better"
+    assert compare_with("low-seed1", records(*runs)).verdicts[0].verdict == "better"
     found = compare_with("low-seed1", records(*runs, lost))
     assert found.verdicts[0].sentence == "hot against low: inconclusive, because hot-seed3, of hot, diverged"
     assert found.notes == ["hot-seed3: diverged, so hot is not called better"]
@@ -170,14 +170,14 @@ def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_pa
     assert compare_with("low-seed1", records(*runs, lost)) == found
     (verdict,) = compare_with("hot-seed1", records(*runs, lost)).verdicts
     assert compare_with("hot-seed3", records(*runs, lost)).verdicts == [verdict], "the diverged run is of the arm"
-    assert verdict.word == "inconclusive", "low is worse only than the seeds of hot that did not diverge"
+    assert verdict.verdict == "inconclusive", "low is worse only than the seeds of hot that did not diverge"
     assert verdict.difference is not None
     assert verdict.interval is not None
     again = diverged_run(tmp_path, "hot-seed1-again", 0.01)
     notes = " ".join(compare_with("low-seed1", records(*runs, again)).notes)
     assert "in no comparison" in notes, "that seed is counted"
     found = compare_with("low-seed1", records(*runs, diverged_run(tmp_path, "hotter-seed1", 0.1)))
-    assert found.verdicts[0].word == "better"
+    assert found.verdicts[0].verdict == "better"
     assert "hotter-seed1: diverged, and so in no comparison" in found.notes
 
 
@@ -197,7 +197,7 @@ def test_a_seed_that_diverged_and_reached_its_end_counts_against_its_arm(tmp_pat
     found = compare_with("low-seed1", records(*runs))
     assert found.verdicts[0].sentence == "hot against low: inconclusive, because hot-seed2, of hot, diverged"
     assert found.notes == ["hot-seed2: diverged, so hot is not called better"]
-    assert compare_with("hot-seed1", records(*runs)).verdicts[0].word == "inconclusive"
+    assert compare_with("hot-seed1", records(*runs)).verdicts[0].verdict == "inconclusive"
 
 
 @pytest.mark.parametrize("measured", ["validation", "test"])
@@ -213,10 +213,10 @@ def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path:
     assert f"by {measured} loss on" in found.title
     reasons = [verdict.sentence.partition(": ")[2] for verdict in found.verdicts]
     assert reasons == [f"inconclusive, because {each}" for each in (lost, "the loss of lr-0.1-seed-1 is not finite")]
-    assert [verdict.run_counts for verdict in found.verdicts] == [(3, 2), (1, 2)]
+    assert [verdict.runs for verdict in found.verdicts] == [(3, 2), (1, 2)]
     of_baseline = compare_with("lr-0.002-seed-1", records(*runs[:5])).verdicts
     assert [verdict.sentence.partition(": ")[2] for verdict in of_baseline] == [f"inconclusive, because {lost}"]
-    assert compare_with("lr-0.1-seed-1", records(runs[0], runs[5])).verdicts[0].word == "inconclusive"
+    assert compare_with("lr-0.1-seed-1", records(runs[0], runs[5])).verdicts[0].verdict == "inconclusive"
 
 
 def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_
     rest = [finished_run(tmp_path, f"lr-0.002-seed-{seed}", 0.002, seed) for seed in (3, 4, 5, 6)]
     rest[0].test_loss(2.0, windows=600, precision="bf16"), rest[1].test_loss(2.0, windows=600, tokenizer="ab" * 32)
     found = compare_with("lr-0.001-seed-1", records(*own, *other, *rest))
-    assert [verdict.run_counts for verdict in found.verdicts] == [(2, 2)]
+    assert [verdict.runs for verdict in found.verdicts] == [(2, 2)]
     text = "measured on 600 x 16 tokens from token 0 of the test split of me/texts (cccccccc)"
     assert found.notes == [
         f"lr-0.002-seed-3: not compared by test loss: {text}, in bf16",
@@ -264,7 +264,7 @@ def test_windows_that_are_lost_or_not_those_of_the_loss_are_told(tmp_path: Path)
         assert "its loss is 2.5, but the mean of its windows' losses (" in record.problems[0]
         assert not record.results.found, "the result is in no column"
     found = compare_with("lr-0.001-seed-1", read)
-    assert [verdict.word for verdict in found.verdicts] == ["inconclusive"]
+    assert [verdict.verdict for verdict in found.verdicts] == ["inconclusive"]
     for path in runs[1].directory.results.glob("*.safetensors"):
         path.unlink()
     found = compare_with("lr-0.001-seed-2", records(runs[1], runs[2]))

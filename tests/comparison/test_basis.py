@@ -142,7 +142,7 @@ def test_a_loss_measured_before_the_end_is_not_that_of_a_finished_run(tmp_path: 
     assert trained_on.cells[2].remark == column.cells[2].remark
     found = compare_with("low-seed1", records(*runs))
     assert found.title.startswith("Against low (2 runs), by validation loss")
-    assert found.verdicts[0].word == "better"
+    assert found.verdicts[0].verdict == "better"
 
 
 def test_training_losses_on_other_data_do_not_compare(tmp_path: Path) -> None:

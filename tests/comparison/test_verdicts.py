@@ -42,7 +42,7 @@ def test_better_worse_and_inconclusive() -> None:
     verdicts = compare(
         Arm("lr-0.003", [3.40, 3.41, 3.42]), Arm("lr-0.01", [3.60, 3.61, 3.62]), Arm("lr-0.002", [3.49, 3.51, 3.52])
     )
-    assert [each.word for each in verdicts] == ["better", "worse", "inconclusive"]
+    assert [each.verdict for each in verdicts] == ["better", "worse", "inconclusive"]
     assert [each.sentence for each in verdicts] == [
         "lr-0.003 is better than lr-0.0015 by 0.090 nats (97.5 % interval 0.061 to 0.119; 3 and 3 runs, for this "
         "text only, Holm's correction for 3 arms)",
@@ -51,7 +51,7 @@ def test_better_worse_and_inconclusive() -> None:
         "lr-0.002 against lr-0.0015: inconclusive, because +0.007 nats is within training noise (95 % interval "
         "-0.025 to +0.038; 3 and 3 runs, Holm's correction for 3 arms)",
     ]
-    assert verdicts[2].run_counts == (3, 3)
+    assert verdicts[2].runs == (3, 3)
 
 
 def test_an_interval_is_welchs_at_the_level_that_is_printed() -> None:
@@ -63,17 +63,17 @@ def test_an_interval_is_welchs_at_the_level_that_is_printed() -> None:
         theirs = scipy.stats.ttest_ind(arm.losses, BASELINE.losses, equal_var=False)
         low, high = verdict.interval or (math.nan, math.nan)
         error = abs((np.mean(arm.losses) - np.mean(BASELINE.losses)) / theirs.statistic)
-        assert verdict.level == pytest.approx(
+        assert verdict.interval_level == pytest.approx(
             100 - 200 * scipy.stats.t.sf((high - low) / 2 / error, theirs.df), abs=0.05
         )
-        assert f"({verdict.level:g} % interval " in verdict.sentence
+        assert f"({verdict.interval_level:g} % interval " in verdict.sentence
     assert verdict.interval == pytest.approx(tuple(theirs.confidence_interval()))
     assert verdict.adjusted_p == pytest.approx(theirs.pvalue)
 
 
 def test_an_arm_of_one_run_has_the_pooled_spread() -> None:
     verdict, *_ = compare(Arm("lr-0.01", [3.60]), Arm("lr-0.02", [3.7, 3.72]))
-    assert verdict.word == "worse"
+    assert verdict.verdict == "worse"
     assert verdict.difference is not None
     assert verdict.difference.is_pooled
     assert "spread over seeds pooled from all arms, assuming that it is the same for lr-0.01, for" in verdict.sentence
@@ -89,7 +89,7 @@ def test_an_arm_of_one_run_has_the_pooled_spread() -> None:
 def test_single_runs_on_both_sides() -> None:
     first, second = window_losses(0, runs=1, seed=1, by_seed=0), window_losses(-0.02, runs=1, seed=2, by_seed=0)
     verdict = compare(second, baseline=first)[0]
-    assert verdict.word == "inconclusive"
+    assert verdict.verdict == "inconclusive"
     assert "inconclusive, because training noise is unknown; " in verdict.sentence
     assert "beyond text noise (95 % interval -0.0" in verdict.sentence
     assert verdict.adjusted_p is None
@@ -113,7 +113,7 @@ def test_what_cannot_be_compared(arm: Arm, reason: str) -> None:
     verdict, other = compare(arm, Arm("lr-0.003", [3.40, 3.41, 3.42]))
     assert verdict.sentence == f"lr-1 against lr-0.0015: inconclusive, because {reason}"
     assert (verdict.interval, verdict.difference) == (None, None)
-    assert other.word == "better"
+    assert other.verdict == "better"
     assert "Holm" not in other.sentence, "one comparison is left"
 
 
@@ -211,7 +211,7 @@ def test_how_many_seeds_would_tell_a_difference_like_the_one_seen() -> None:
         Arm("lr-0.002", [3.49, 3.51, 3.53]),
     ]
     verdicts = compare(*arms)
-    assert [each.word for each in verdicts] == ["inconclusive", "worse", "inconclusive"]
+    assert [each.verdict for each in verdicts] == ["inconclusive", "worse", "inconclusive"]
     said = seeds_sentences(verdicts, [BASELINE, *arms])
     deviation = math.sqrt(sum(float(np.var(arm.losses)) * 3 for arm in [BASELINE, *arms]) / 8)
 
@@ -297,7 +297,7 @@ def test_false_alarms_of_all_arms_together(case: tuple[int, int], exhaustive: bo
     arms, runs = case
     losses = np.random.default_rng(8).normal(3.5, 0.01, (experiments, arms + 1, runs)).tolist()
     verdicts = [compare_arms(Arm("a", each[0]), [Arm("b", arm) for arm in each[1:]]) for each in losses]
-    alarms = 100 * float(np.mean([any(one.word != "inconclusive" for one in each) for each in verdicts]))
+    alarms = 100 * float(np.mean([any(one.verdict != "inconclusive" for one in each) for each in verdicts]))
     print(f"arms, runs of each {case}: {alarms:.2f} %")
     assert alarms <= 5.5 + (0 if exhaustive else three_errors(experiments) / 2)
 
