@@ -86,15 +86,12 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
     notes += [f"{abbreviated(names)}: {word}, and so in no comparison" for word, names in unfinished.items() if names]
     notes += unknown + repeated
     for firsts in (firsts for firsts in first_runs.values() if len(firsts) > 1):
-        facts = {**SURROUNDINGS, "precision": "precision", "attention": "attention"}
-        missing = {"attention": "auto"}  # not recorded if torch chose the kernel
-        values = {
-            what: [record.recorded(each) or missing.get(each, UNKNOWN) for record in firsts]
-            for each, what in facts.items()
-        }
-        differing = [
-            f"{what} ({', '.join(map(str, each))})" for what, each in values.items() if len({*each} - {UNKNOWN}) > 1
-        ]
+        differing = []
+        for key, what in {**SURROUNDINGS, "precision": "precision", "attention": "attention"}.items():
+            missing = "auto" if key == "attention" else UNKNOWN  # no kernel is recorded if torch chose it
+            values = [record.recorded(key) or missing for record in firsts]
+            if len({*values} - {UNKNOWN}) > 1:
+                differing.append(f"{what} ({', '.join(map(str, values))})")
         together = ", ".join(record.name for record in firsts)
         notes.append(f"{together} differ in {' and '.join(differing)}: not counted as replicates")
     return Arms(named, notes, diverged)
