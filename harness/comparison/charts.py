@@ -41,7 +41,6 @@ MOST_NAMED = len(SHADES) * len(LINES)  # curves with a style and a name in the l
 FAINT = "#555555"
 GRAY = "#bbbbbb"
 LONGEST_LABEL = 40
-WITH_LOSS = (TrainEvent, ValidationEvent)
 KINDS: dict[str, tuple[type[TrainEvent | ValidationEvent], Callable[[RunRecord], Basis | None]]] = {
     "validation": (ValidationEvent, validation_basis),
     "training": (TrainEvent, training_basis),
@@ -89,12 +88,11 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     - Only losses measured on the most common text are drawn. Runs with fewer than LEAST_POINTS of them are left out.
     - A chart may have no curves. Its `problems` have the reasons.
     """
-    events: dict[str, list[TrainEvent | ValidationEvent]] = {}
+    events: dict[str, list[Event]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
         try:
-            found = [*newest_first(record.directory.metrics)]
-            events[record.name] = [each for each in reversed(found) if isinstance(each, WITH_LOSS)]
+            events[record.name] = [*newest_first(record.directory.metrics)][::-1]
         except UserError as error:
             reasons[f"in no chart: {error}"] = [record.name]
     records = [record for record in records if record.name in events]
