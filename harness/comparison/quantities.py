@@ -389,11 +389,9 @@ def _trained_on(record: RunRecord) -> Values:
     found, losses = _measurements(record, LossResult, basis, read), all_test_losses(record)
     if isinstance(losses, Inconclusive):
         return losses
-    return (
-        Inconclusive("not known; test_loss.py prints the percentage, or why it is not known")
-        if isinstance(found, Inconclusive)
-        else found
-    )
+    if isinstance(found, Inconclusive):
+        return Inconclusive("not known; test_loss.py prints the percentage, or why it is not known")
+    return found
 
 
 def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
