@@ -149,8 +149,7 @@ class RunRecord:
     @property
     def dataset(self) -> Mapping[str, Any]:
         """The dataset as `TrainingData.record` describes it. Empty if not recorded."""
-        dataset = self.recorded("dataset")
-        return dataset if isinstance(dataset, dict) else {}
+        return self.recorded("dataset") or {}
 
     @property
     def shape(self) -> ModelConfig | None:
