@@ -106,17 +106,14 @@ def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
     return adjusted, alphas
 
 
-def seeds_needed(
-    spread: Variance, difference: float = DIFFERENCE_TO_DETECT
-) -> tuple[int | None, int | None, int | None]:
+def seeds_needed(spread: Variance, difference: float) -> list[int | None]:
     """Return the likely, the low and the high number of seeds per arm with which a two-sided t test at 5 % detects
     `difference` nats with a power of POWER. A number above MOST_SEEDS is None.
 
     The likely number is for the variance `spread` over seeds, the others for the ends of its 95 % chi-squared interval.
     """
     low, high = (spread.df / float(special.chdtri(spread.df, tail)) for tail in (ALPHA / 2, 1 - ALPHA / 2))
-    likely, fewest, most = (_runs_for(difference, math.sqrt(factor * spread.value)) for factor in (1, low, high))
-    return likely, fewest, most
+    return [_runs_for(difference, math.sqrt(factor * spread.value)) for factor in (1, low, high)]
 
 
 def _runs_for(difference: float, deviation: float) -> int | None:

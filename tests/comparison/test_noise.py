@@ -113,12 +113,12 @@ def test_seeds_needed_are_the_fewest_for_the_spread_and_for_the_ends_of_its_inte
     test_verdicts.py compares such numbers with an independent implementation's. Two more numbers are returned, for the
     two ends of the spread's chi-squared interval. At 2 degrees of freedom this interval is 0.52 to 6.28 times the
     spread."""
-    needed = seeds_needed(Variance(0.01**2, 2))
+    needed = seeds_needed(Variance(0.01**2, 2), 0.01)
     ends = (0.01**2 * 2 / scipy.stats.chi2.ppf(p, 2) for p in (0.975, 0.025))
-    assert needed == (17, *(seeds_needed(Variance(value, 2))[0] for value in ends))
+    assert needed == [17, *(seeds_needed(Variance(value, 2), 0.01)[0] for value in ends)]
     assert needed[1] is not None
     assert needed[2] is not None
     assert needed[1] < 10 < 400 < needed[2]
-    assert seeds_needed(Variance(100.0, 5)) == (None, None, None)
+    assert seeds_needed(Variance(100.0, 5), 0.01) == [None, None, None]
     assert seeds_needed(Variance(1.0, 5), 0.0419)[0] == 8943, "below the limit, and above 8,192"
-    assert seeds_needed(Variance(1e-18, 5))[0] == seeds_needed(Variance(0.0, 5))[0] == 2
+    assert seeds_needed(Variance(1e-18, 5), 0.01)[0] == seeds_needed(Variance(0.0, 5), 0.01)[0] == 2
