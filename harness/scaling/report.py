@@ -16,7 +16,6 @@ from harness.scaling.data import FLOPS_PER_PARAMETER, CostLaw, Points
 from harness.scaling.isoflop import IsoFlop, Optimum
 from harness.scaling.laws import HUBER_DELTA, STARTS, LawFit, Prediction, Split
 
-UNBOUNDED = "unbounded"
 SHOWN_LEFT_OUT = 8
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
@@ -55,10 +54,10 @@ def short(value: float) -> str:
     return power(value)
 
 
-def power(value: float) -> str:
-    """Format a number with three digits, and a power of ten if it is 1,000 or more: 5.76e23. Infinity is
+def power(value: float, digits: int = 3) -> str:
+    """Format a number with so many digits, and a power of ten if it has more before the point: 5.76e23. Infinity is
     "unbounded"."""
-    return UNBOUNDED if math.isinf(value) else re.sub(r"e\+0?", "e", f"{value:.3g}")
+    return re.sub(r"e\+0?", "e", f"{value:.{digits}g}").replace("inf", "unbounded")
 
 
 def _range(values: np.ndarray, form: Callable[[float], str]) -> str:
@@ -123,17 +122,14 @@ def _shortened(value: Estimate) -> str:
 
 def _interval(value: Estimate) -> str:
     middle, low, high = (
-        f"{number:.3f}" if abs(number) < 1e6 else f"{'-' if number < 0 else ''}{power(abs(number))}"
-        for number in (value.value, value.low, value.high)
+        f"{number:.3f}" if abs(number) < 1e6 else power(number) for number in (value.value, value.low, value.high)
     )
     return f"{middle} [{low}, {high}]"
 
 
 def _digits(value: float) -> str:
     """Format a number with up to four digits; from 1000 to 1e6, as a whole number. Infinity is "unbounded"."""
-    if math.isinf(value):
-        return UNBOUNDED
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}".replace("e+", "e")
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else power(value, digits=4)
 
 
 def _describe_law(analysis: Analysis) -> list[str]:
