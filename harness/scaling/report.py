@@ -211,15 +211,10 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
     def loss_of(prediction: Prediction) -> dict[str, Any]:
         return {"loss": prediction.loss, "beyond_the_points": prediction.beyond}
 
-    columns = {key: getattr(points, key).tolist() for key in ("parameters", "tokens", "flops", "loss")}
+    columns = {key: getattr(points, key).tolist() for key in ("parameters", "tokens", "flops", "loss", "epochs")}
     values: dict[str, Any] = _plain(
         {
-            "points": {
-                "names": points.names,
-                **columns,
-                "epochs": points.epochs.tolist(),
-                "tokens_by_rule": points.tokens_by_rule,
-            },
+            "points": {"names": points.names, **columns, "tokens_by_rule": points.tokens_by_rule},
             "left_out": points.left_out,
             "flops": vars(analysis.cost),
             "isoflop": profiles,
