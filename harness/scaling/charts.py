@@ -81,7 +81,7 @@ def _error(value: Estimate) -> list[list[float]]:
 def _along(analysis: Analysis, *, predictions: bool = False) -> np.ndarray:
     """Return CURVE_POINTS numbers of FLOPs, at which a curve is drawn. Their range is a little wider than that of the
     points and, with `predictions`, of the predictions."""
-    further = [prediction.plan.flops for prediction in analysis.predictions] if predictions else []
+    further = [prediction.flops for prediction in analysis.predictions] if predictions else []
     flops = np.log([*analysis.points.flops, *further])
     margin = 0.15 * np.ptp(flops) + 0.05
     return np.geomspace(np.exp(flops.min() - margin), np.exp(flops.max() + margin), CURVE_POINTS)
@@ -172,7 +172,7 @@ def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     axes.plot(along, law.law.loss(best, cost.tokens(along, best)), "--", color=LAW_COLOR, label="law, best size")
     label = "predicted, 95% interval"
     for prediction in analysis.predictions:
-        loss, flops = prediction.loss, prediction.plan.flops
-        axes.errorbar(flops, loss.value, yerr=_error(loss), color="0.2", marker="D", capsize=3, label=label)
+        loss = prediction.loss
+        axes.errorbar(prediction.flops, loss.value, yerr=_error(loss), color="0.2", marker="D", capsize=3, label=label)
         label = ""
     axes.legend(**QUIET)

@@ -108,22 +108,23 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The predicted loss of one more run, trained like the runs of the fit."""
+class Prediction(Plan):
+    """A plan, and the predicted loss of a run that is trained like the runs of the fit."""
 
-    plan: Plan
     loss: Estimate
-    beyond: list[str]  # each quantity of the plan that is outside the range of the points, and by how much
+    beyond_the_points: list[str]  # each quantity of the plan that is outside the range of the points, and by how much
 
 
 @dataclass(frozen=True)
 class Split:
-    """The compute-optimal size and number of tokens for some FLOPs."""
+    """The compute-optimal size and number of tokens for some FLOPs. `loss` and `beyond_the_points` are those of a
+    Prediction."""
 
     flops: float
     parameters: Estimate
     tokens: Estimate
-    prediction: Prediction
+    loss: Estimate
+    beyond_the_points: list[str]
 
 
 def _coefficient(value: np.ndarray, drawn: np.ndarray) -> Coefficient:
@@ -269,12 +270,13 @@ def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
             beyond.append(f"{name} {value / there.max():.3g} times the largest")
         if value < there.min() / tolerance:
             beyond.append(f"{name} {there.min() / value:.3g} times smaller than the smallest")
-    return Prediction(plan, bounded(fit.law.loss(plan.parameters, plan.tokens), drawn), beyond)
+    loss = bounded(fit.law.loss(plan.parameters, plan.tokens), drawn)
+    return Prediction(**vars(plan), loss=loss, beyond_the_points=beyond)
 
 
 def best_split(fit: LawFit, points: Points, cost: CostLaw, flops: float) -> Split:
     """Return the best split of FLOPs between size and tokens, by the law."""
     value, drawn = (law.best_size(flops, cost) for law in (fit.law, fit.resampled))
     parameters, tokens = bounded(value, drawn), bounded(cost.tokens(flops, value), cost.tokens(flops, drawn))
-    plan = Plan(f"{flops:.3g} FLOPs", parameters.value, tokens.value, flops)
-    return Split(flops, parameters, tokens, predict(fit, points, plan))
+    predicted = predict(fit, points, Plan("", parameters.value, tokens.value, flops))
+    return Split(flops, parameters, tokens, predicted.loss, predicted.beyond_the_points)

@@ -154,24 +154,22 @@ def _describe_law(analysis: Analysis) -> list[str]:
 
 
 def _describe_answers(analysis: Analysis) -> list[str]:
-    told: list[tuple[list[str], Prediction]] = []
-    for prediction in analysis.predictions:
-        plan, loss = prediction.plan, _interval(prediction.loss)
-        sizes = f"{short(plan.parameters)} parameters, {short(plan.tokens)} tokens, {power(plan.flops)} FLOPs"
-        name = f"{plan.name}: " if plan.name else ""
-        told.append((paragraph(f"  {name}{sizes}: loss {loss}", indent=4), prediction))
-    for split in analysis.splits:
-        lines = [
-            f"  best split of {power(split.flops)} FLOPs: loss {_interval(split.prediction.loss)}",
-            f"    parameters {_shortened(split.parameters)}",
-            f"    tokens     {_shortened(split.tokens)}",
-        ]
-        told.append((lines, split.prediction))
     said = ["Predicted by the law, with 95 % intervals (those of losses are for a single run)"]
-    for lines, prediction in told:
-        said += lines
-        if prediction.beyond:
-            where = "; ".join(prediction.beyond)
+    answers: list[Prediction | Split] = [*analysis.predictions, *analysis.splits]
+    for each in answers:
+        loss, flops = _interval(each.loss), f"{power(each.flops)} FLOPs"
+        if isinstance(each, Split):
+            said += [
+                f"  best split of {flops}: loss {loss}",
+                f"    parameters {_shortened(each.parameters)}",
+                f"    tokens     {_shortened(each.tokens)}",
+            ]
+        else:
+            name = f"{each.name}: " if each.name else ""
+            sizes = f"{short(each.parameters)} parameters, {short(each.tokens)} tokens, {flops}"
+            said += paragraph(f"  {name}{sizes}: loss {loss}", indent=4)
+        if each.beyond_the_points:
+            where = "; ".join(each.beyond_the_points)
             extrapolated = f"    EXTRAPOLATED ({where}): the interval is valid only if the law holds there"
             said += paragraph(extrapolated, indent=6)
     return said
@@ -208,9 +206,6 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         coefficients["best_parameters_exponent"] = law.size_exponent(analysis.cost)
         coefficients |= {"delta": HUBER_DELTA, "resamples": len(law.resampled.e)}
 
-    def loss_of(prediction: Prediction) -> dict[str, Any]:
-        return {"loss": prediction.loss, "beyond_the_points": prediction.beyond}
-
     columns = {key: getattr(points, key).tolist() for key in ("parameters", "tokens", "flops", "loss", "epochs")}
     values: dict[str, Any] = _plain(
         {
@@ -219,11 +214,8 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
             "flops": vars(analysis.cost),
             "isoflop": profiles,
             "law": coefficients,
-            "predictions": [{**vars(each.plan), **loss_of(each)} for each in analysis.predictions],
-            "best_splits": [
-                {"flops": s.flops, "parameters": s.parameters, "tokens": s.tokens, **loss_of(s.prediction)}
-                for s in analysis.splits
-            ],
+            "predictions": [vars(each) for each in analysis.predictions],
+            "best_splits": [vars(each) for each in analysis.splits],
         }
     )
     return values

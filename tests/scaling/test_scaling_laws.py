@@ -109,9 +109,9 @@ def test_a_prediction_says_where_it_extrapolates() -> None:
     points, fit = of_ladder(1)
     size = best_size(2e19)
     inside = predict(fit, points, Plan("", size, 2e19 / 6 / size, 2e19))
-    assert not inside.beyond
+    assert not inside.beyond_the_points
     beyond = predict(fit, points, Plan("", points.parameters.max() * 3, points.tokens.min() / 2, 1e21))
-    assert beyond.beyond == [
+    assert beyond.beyond_the_points == [
         "parameters 3 times the largest",
         "tokens 2 times smaller than the smallest",
         "FLOPs 15.6 times the largest",
