@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from harness.common.files import atomic_file
 from harness.common.statistics import Estimate, Inconclusive
 from harness.scaling.isoflop import IsoFlop, Optimum
-from harness.scaling.laws import LawFit, bounded
+from harness.scaling.laws import LawFit
 from harness.scaling.report import Analysis, power, short
 
 # Viridis runs from dark to light, also when printed in grayscale. Its lightest part would vanish on white.
@@ -118,7 +118,7 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
     """Draw the best size, or the best number of tokens (`quantity`), over FLOPs: once by the isoFLOP profiles, and once
     by the fitted law. If nothing is drawn, write the reason that the profiles give."""
-    isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
+    isoflop, law, along = analysis.isoflop, analysis.law, _along(analysis)
     title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
     axes.set(xscale="log", yscale="log", xlim=along[[0, -1]], title=title, xlabel="FLOPs", ylabel=quantity)
     _mark(axes.xaxis, along, power)
@@ -136,11 +136,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
             axes.fill_between(along, *power_law.interval_at(along), color=LINE_COLOR, alpha=0.15, linewidth=0)
             axes.plot(along, power_law.at(along), color=LINE_COLOR, linewidth=1.4, label=label)
     if isinstance(law, LawFit):
-        intervals = []
-        for flops in along:
-            sizes = [each.best_size(flops, cost) for each in (law.law, law.resampled)]
-            value, drawn = sizes if quantity == "parameters" else [cost.tokens(flops, size) for size in sizes]
-            intervals.append(bounded(value, drawn))
+        intervals = [law.best(flops, analysis.cost)[quantity] for flops in along]
         # The band is left out where the interval is unbounded or reaches zero, which a logarithmic axis cannot show.
         ends = np.array([[each.low for each in intervals], [each.high for each in intervals]])
         low, high = np.where((ends > 0) & np.isfinite(ends), ends, np.nan)

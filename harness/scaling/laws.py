@@ -96,6 +96,13 @@ class LawFit:
             value, drawn = (law.beta / (law.alpha + cost.exponent * law.beta) for law in (self.law, self.resampled))
         return _coefficient(value, drawn)
 
+    def best(self, flops: float, cost: CostLaw) -> dict[str, Estimate]:
+        """Return the best number of "parameters" and the best number of "tokens" for these FLOPs, with their
+        intervals."""
+        value, drawn = (law.best_size(flops, cost) for law in (self.law, self.resampled))
+        tokens = bounded(cost.tokens(flops, value), cost.tokens(flops, drawn))
+        return {"parameters": bounded(value, drawn), "tokens": tokens}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -276,7 +283,6 @@ def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
 
 def best_split(fit: LawFit, points: Points, cost: CostLaw, flops: float) -> Split:
     """Return the best split of FLOPs between size and tokens, by the law."""
-    value, drawn = (law.best_size(flops, cost) for law in (fit.law, fit.resampled))
-    parameters, tokens = bounded(value, drawn), bounded(cost.tokens(flops, value), cost.tokens(flops, drawn))
-    predicted = predict(fit, points, Plan("", parameters.value, tokens.value, flops))
-    return Split(flops, parameters, tokens, predicted.loss, predicted.beyond_the_points)
+    best = fit.best(flops, cost)
+    predicted = predict(fit, points, Plan("", best["parameters"].value, best["tokens"].value, flops))
+    return Split(flops, **best, loss=predicted.loss, beyond_the_points=predicted.beyond_the_points)
