@@ -110,13 +110,7 @@ def _fit_parabola(points: Points, members: np.ndarray) -> Profile:
 
 
 def fit_isoflop(
-    points: Points,
-    cost: CostLaw,
-    *,
-    tolerance: float = 0.05,
-    least_sizes: int = 4,
-    resamples: int = 1000,
-    seed: int = 0,
+    points: Points, cost: CostLaw, *, tolerance: float, least_sizes: int, resamples: int, seed: int
 ) -> IsoFlop | Inconclusive:
     """Return the profiles and the power laws of their lowest points, or the reason why there are no profiles.
 

@@ -155,7 +155,7 @@ def bounded(value: np.ndarray | float, drawn: np.ndarray) -> Estimate:
     return Estimate(found.value, low, high)
 
 
-def fit_law(points: Points, *, resamples: int = 1000, seed: int = 0) -> LawFit | Inconclusive:
+def fit_law(points: Points, *, resamples: int, seed: int) -> LawFit | Inconclusive:
     """Return the law with the least sum of Huber losses of ln L, or the reason why the points do not determine a law.
     `resamples` is the number of further fits, to points drawn with replacement."""
     if reason := _too_little(points):

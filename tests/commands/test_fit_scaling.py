@@ -98,11 +98,12 @@ def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(
         parameters, losses = np.tile(np.geomspace(1e6, 1e8, 5), 4), np.array(HARDLY_FALLING)
         flops = np.repeat(1e15 * 4.0 ** np.arange(4), 5)
     given = points_with_flops(parameters, flops / 6 / parameters, flops, losses)
-    law, cost = laws.fit_law(given, resamples=100), CostLaw()
+    law, cost = laws.fit_law(given, resamples=100, seed=0), CostLaw()
     assert isinstance(law, laws.LawFit)
     predictions = [laws.predict(law, given, laws.Plan("", 1e3, 1e3, 6e6))]
     splits = [laws.best_split(law, given, cost, 1e13)]
-    analysis = Analysis(given, cost, fit_isoflop(given, cost), law, predictions, splits)
+    isoflop = fit_isoflop(given, cost, tolerance=0.05, least_sizes=4, resamples=1000, seed=0)
+    analysis = Analysis(given, cost, isoflop, law, predictions, splits)
     text = describe(analysis)
     assert "unbounded" in text
     assert "nan" not in text

@@ -33,7 +33,8 @@ def parabolas(noise: float = 0.0, *, seed: int = 0, sizes: tuple[float, ...] = S
 
 
 def fitted(points: Points, resamples: int = 400, **options: Any) -> IsoFlop:
-    isoflop = fit_isoflop(points, CostLaw.of(points), resamples=resamples, **options)
+    asked = {"tolerance": 0.05, "least_sizes": 4, "resamples": resamples, "seed": 0} | options
+    isoflop = fit_isoflop(points, CostLaw.of(points), **asked)
     assert isinstance(isoflop, IsoFlop), isoflop
     return isoflop
 
@@ -104,7 +105,7 @@ def test_points_are_grouped_by_compute_within_the_tolerance() -> None:
     groups = group_by_compute(points, tolerance=0.05, least_sizes=3)
     assert [sorted(group.tolist()) for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert group_by_compute(points, tolerance=0.01, least_sizes=3) == []
-    answer = fit_isoflop(points, CostLaw(), tolerance=0.01, least_sizes=3, resamples=100)
+    answer = fit_isoflop(points, CostLaw(), tolerance=0.01, least_sizes=3, resamples=100, seed=0)
     assert isinstance(answer, Inconclusive)
     assert "no group of 3 sizes (--least-sizes) was trained with FLOPs within 1%" in answer.reason
 
