@@ -55,8 +55,8 @@ def short(value: float) -> str:
 
 
 def power(value: float, digits: int = 3) -> str:
-    """Format a number with so many digits, and a power of ten if it has more before the point: 5.76e23. Infinity is
-    "unbounded"."""
+    """Format a number with `digits` digits, and a power of ten if more stand before the decimal point: 5.76e23.
+    Infinity is "unbounded"."""
     return re.sub(r"e\+0?", "e", f"{value:.{digits}g}").replace("inf", "unbounded")
 
 
