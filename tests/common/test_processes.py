@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from harness.common.processes import ProcessName, start_time
@@ -115,13 +116,9 @@ class Job:
 
     def running(self, script: str) -> list[int]:
         """Return the pids of the Python processes that run `script`, "torchrun" or "worker.py"."""
-        wanted = [sys.executable.encode(), str(self.folder / script).encode()]
-        found = []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                if entry.name.isdigit() and (entry / "cmdline").read_bytes().split(b"\0")[:2] == wanted:
-                    found.append(int(entry.name))
-        return found
+        wanted = [sys.executable, str(self.folder / script)]
+        running = psutil.process_iter(["cmdline"])
+        return [each.pid for each in running if (each.info["cmdline"] or [])[:2] == wanted]
 
     def kill_launcher(self) -> None:
         (pid,) = self.running("torchrun")

@@ -3,13 +3,13 @@ running."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from tests.support.isolation import ROOT
 from tests.support.launch import TORCHRUN, Workshop
@@ -57,33 +57,22 @@ class Torchrun:
         launch = [str(launcher), "--standalone", "--nproc_per_node=2", *options, str(script), *command]
         if self.by_processes:
             launch = [str(script), *command, "--processes", "2"]
-        return self.shop.fork(launch, {MARK: self.mark}, FORK_PYTHONS if self.are_forked else "")
+        return self.shop.fork(launch, {MARK: str(self.run)}, FORK_PYTHONS if self.are_forked else "")
 
-    @property
-    def mark(self) -> str:
-        return str(self.run)
-
-    def processes(self) -> list[int]:
-        """Return the pids of the running processes of this job, whatever their parents are now. Forked processes are
-        not found, because /proc shows the environment with which a program was started."""
-        wanted = f"{MARK}={self.mark}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
+    def processes(self) -> list[psutil.Process]:
+        """Return the running processes of this job, whatever their parents are now. Forked processes are not found,
+        because the system shows the environment with which a program was started."""
+        running = psutil.process_iter(["environ", "status", "cmdline"])  # with None for what cannot be read
+        return [each for each in running if (each.info["environ"] or {}).get(MARK) == str(self.run)]
 
     def describe(self) -> str:
         """Return a line for each running process of this job (pid, state, kernel function in which it waits, command),
         and the last line of the run's metrics."""
         lines = []
-        for pid in self.processes():
+        for each in self.processes():
             with suppress(OSError):  # it may end meanwhile
-                folder = Path(f"/proc/{pid}")
-                status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                lines.append(f"{pid} {status['State'].strip()} {(folder / 'wchan').read_text()}: {command}")
+                place = Path(f"/proc/{each.pid}/wchan").read_text()
+                lines.append(f"{each.pid} {each.info['status']} {place}: {each.info['cmdline']}")
         path = self.run / "metrics.jsonl"
         return "\n".join([*lines, *(path.read_text().splitlines()[-1:] if path.exists() else [])])
 
@@ -94,8 +83,8 @@ class Torchrun:
         while self.processes():
             if time.monotonic() - began > patience:
                 alive = self.describe()
-                for pid in self.processes():
-                    os.kill(pid, signal.SIGKILL)
+                for process in self.processes():
+                    process.kill()
                 raise AssertionError(f"alive after {patience} s:\n{alive}")
             time.sleep(0.05)
         return time.monotonic() - began

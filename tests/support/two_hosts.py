@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.support.launch import ROOT, TORCHRUN, Result, Workshop, rank_variables
@@ -94,7 +95,7 @@ class Host:
     def workers(self) -> list[int]:
         """Return the pids of the processes that torchrun has started on this host: those whose parent is on this host,
         but whose grandparent is not."""
-        parents = {pid: parent_of(pid) for pid in self.processes()}
+        parents = {pid: psutil.Process(pid).ppid() for pid in self.processes()}
         return [pid for pid, parent in parents.items() if parent in parents and parents[parent] not in parents]
 
     def crash(self) -> None:
@@ -109,10 +110,10 @@ class Host:
         """Return the pids of all processes on this host except `holder`, which keeps the host's namespaces."""
         network = os.stat(f"/proc/{self.holder.pid}/ns/net").st_ino
         found = []
-        for entry in Path("/proc").iterdir():
+        for pid in psutil.pids():
             with suppress(OSError):
-                if entry.name.isdigit() and os.stat(entry / "ns" / "net").st_ino == network:
-                    found.append(int(entry.name))
+                if os.stat(f"/proc/{pid}/ns/net").st_ino == network:
+                    found.append(pid)
         return [pid for pid in found if pid != self.holder.pid]
 
 
@@ -166,12 +167,6 @@ class Pair:
         for host in self.hosts:
             host.call("ip", "link", "set", INTERFACE, "up")
             host.call("ip", "neighbour", "flush", "dev", INTERFACE, "nud", "all")
-
-
-def parent_of(pid: int) -> int:
-    """Return the pid of a process's parent, the second field after the bracketed name in /proc/<pid>/stat (see
-    proc(5))."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @contextmanager
