@@ -27,7 +27,7 @@ from tests.support.warm import ROOT as ROOT
 
 Process = subprocess.Popen[str] | WarmProcess
 DATASET = "local/letters"
-TORCHRUN = "from torch.distributed.run import main\nmain()\n"  # the source of the command `torchrun`
+TORCHRUN = ["-m", "torch.distributed.run"]  # the real torchrun, as arguments of Python
 PATIENCE_SECONDS = 240  # for commands that take two seconds on an idle machine; less than pytest's own timeout
 
 # A model that trains at thousands of tokens per second on one core, with every part of a large one.
@@ -124,9 +124,7 @@ class Workshop:
 
     def torchrun(self, *arguments: str, expect: int | None = 0) -> Result:
         """Run ddp_train.py on two ranks under the real torchrun. torchrun is a forked process, and forks its ranks."""
-        launcher = self.path / "torchrun"
-        launcher.write_text(TORCHRUN)
-        command = [str(launcher), "--standalone", "--nproc_per_node=2", str(ROOT / "ddp_train.py")]
+        command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", str(ROOT / "ddp_train.py")]
         process = self.fork([*command, *self._arguments(arguments)], {}, FORK_PYTHONS)
         return finish([process], expect=expect, timeout=PATIENCE_SECONDS)
 

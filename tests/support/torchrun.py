@@ -51,10 +51,8 @@ class Torchrun:
         """Start torchrun with `options`. Each rank runs the Python source of `faults` and `prelude`, and then
         ddp_train.py with `arguments`."""
         script = with_faults(self.shop, self.run, faults + prelude)
-        launcher = self.shop.path / "torchrun"
-        launcher.write_text(TORCHRUN)
         command = [self.run.name, str(self.shop.datasets), *arguments, "--runs-dir", str(self.shop.runs)]
-        launch = [str(launcher), "--standalone", "--nproc_per_node=2", *options, str(script), *command]
+        launch = [*TORCHRUN, "--standalone", "--nproc_per_node=2", *options, str(script), *command]
         if self.by_processes:
             launch = [str(script), *command, "--processes", "2"]
         return self.shop.fork(launch, {MARK: str(self.run)}, FORK_PYTHONS if self.are_forked else "")

@@ -137,11 +137,10 @@ class Pair:
         meeting = [f"--rdzv-id={secrets.token_hex(4)}", f"--rdzv-endpoint={self.first.address}:{PORT}"]
         started = []
         for rank, host in enumerate(self.hosts):
-            (host.shop.path / "torchrun").write_text(TORCHRUN)
             place = ["--rdzv-backend=c10d", *meeting]
             if not c10d:
                 place = [f"--node-rank={rank}", f"--master-addr={self.first.address}", f"--master-port={PORT}"]
-            launcher = [str(host.work / "torchrun"), *place, "--nnodes=2", f"--nproc-per-node={processes}", *options]
+            launcher = [*TORCHRUN, *place, "--nnodes=2", f"--nproc-per-node={processes}", *options]
             started.append(host.start([*launcher, *host.training(name)], {}))
         return started
 

@@ -1,9 +1,9 @@
 """Processes that start without delay, because they are forked from one that has already imported torch. The import
 takes seconds.
 
-A forked process runs a root script from its first line to its own exit, in its own session, folder and environment,
-like a process that was started cold. With the prelude FORK_PYTHONS, the Python processes that it starts itself are
-forks, too: torchrun's ranks, a sweep's runs.
+A forked process runs a root script or torchrun from its first line to its own exit, in its own session, folder and
+environment, like a process that was started cold. With the prelude FORK_PYTHONS, the Python processes that it starts
+itself are forks, too: torchrun's ranks, a sweep's runs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FORK_PYTHONS = "from tests.support.forking import fork_pythons\nfork_pythons()\n
 # For each line on standard input, the server forks one process, and another that writes the pid and the exit status of
 # the first to files. huggingface_hub is not imported here, because it reads its environment when it is imported.
 SERVER = """
-import gc, json, os, runpy, signal, sys
+import gc, json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import ddp_train, harness.runs.checkpoints, gpt, torch, safetensors.torch
 import checkpointing, harness.training.batch_size_finder, harness.planning.plan
 import harness.data.fetch, harness.training.startup, torch._dynamo
 from harness.training.chart_process import ChartProcess
-from tests.support.forking import run_to_the_end
+from tests.support.forking import Script, run_to_the_end
 
 def note(path, number):
     with open(path + ".draft", "w") as file:
@@ -54,8 +54,6 @@ def become(job):
     os.environ.update(job["environment"])
     if not job["draws"]:
         ChartProcess.draw = lambda self: None
-    sys.argv = [job["script"], *job["arguments"]]
-    sys.path.insert(0, os.path.dirname(job["script"]))
 
 gc.freeze()  # so that no collection touches, and so copies, what is shared
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -73,7 +71,7 @@ for line in sys.stdin:
 
     def program():
         exec(compile(job["prelude"], "prelude", "exec"), {})
-        runpy.run_path(job["script"], run_name="__main__")
+        Script.of([sys.executable, *job["command"]]).run()
 
     run_to_the_end(program)
 os._exit(0)
@@ -142,7 +140,8 @@ class WarmServer:
     def spawn(
         self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str = "", *, draws: bool = False
     ) -> WarmProcess:
-        """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`.
+        """Fork a process that runs `command`, the arguments of a Python command line (a script or TORCHRUN, and their
+        arguments), after the Python source `prelude`.
 
         A run draws its chart only if `draws` is True. Threads may call this at the same time.
         """
@@ -151,8 +150,8 @@ class WarmServer:
             base = self.path / str(self.count)
             for suffix in (".out", ".err"):  # they exist even if the process is killed before it writes
                 base.with_suffix(suffix).touch()
-            job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
-            job |= {"environment": environment, "prelude": prelude, "umask": umask(), "draws": draws}
+            job: dict[str, Any] = {"command": command, "environment": environment, "prelude": prelude}
+            job |= {"cwd": str(cwd), "base": str(base), "umask": umask(), "draws": draws}
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
