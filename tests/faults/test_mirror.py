@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 }
 # Steps are as slow as uploads, so that most checkpoints are sent before the next one overtakes them.
 SLOWLY = "from tests.support.faults import *\nbefore(STEP, pause(0.1))\n"
-STORE = "from tests.support import faulty_store\nfaulty_store.watch('file', faulty_store.{fault})\n"
+STORE = "from tests.support import faulty_store, file_operations\nfaulty_store.watch('file', file_operations.{fault})\n"
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_a_full_store_is_cleared_of_what_was_overtaken_before_more_is_sent(tmp_p
     overtaken = "/store/r/checkpoints/20260101Z000000-iteration-1/model.safetensors"
     MemoryFileSystem().pipe_file(overtaken, b"half")
 
-    def is_full(number: int, name: str) -> None:
+    def is_full(number: int, name: str, half: object) -> None:
         if overtaken in MemoryFileSystem.store and name.startswith("put_file") and number < 100:
             raise OSError(errno.ENOSPC, "no space left")
 

@@ -1,6 +1,6 @@
 """Faults at exact operations of a mirror's store, in the process under test or in the test's own.
 
-    prelude = "from tests.support import faulty_store as s; s.watch('file', s.kill(17))"
+    prelude = "from tests.support import faulty_store, file_operations as f; faulty_store.watch('file', f.kill(17))"
 
 Every call that the program makes on the store counts, on any thread, and calls a fault first. A write counts once more
 in its middle, and once more when it is done but not yet answered.
@@ -8,15 +8,14 @@ in its middle, and once more when it is done but not yet answered.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from fsspec import get_filesystem_class, register_implementation
 
-Fault = Callable[[int, str], None]
+from tests.support.file_operations import Fault, Half
+
 # A store's lease ends soon, and failed calls are tried again soon.
 HASTE = """
 import harness.mirror.owner as o, harness.mirror.upload as u
@@ -25,7 +24,7 @@ o.LEASE_SECONDS, u.FIRST_PAUSE_SECONDS, u.LONGEST_PAUSE_SECONDS = 1.0, 0.01, 0.0
 
 
 def watch(scheme: str, fault: Fault) -> Callable[[], None]:
-    """Call `fault(number, name)` at every operation of a store with this scheme. Return a function that ends this."""
+    """Call `fault` at every operation of a store with this scheme. Return a function that ends this."""
     base, count = get_filesystem_class(scheme), 0
 
     inner = threading.local()  # a call that the file system makes on itself does not count
@@ -34,7 +33,7 @@ def watch(scheme: str, fault: Fault) -> Callable[[], None]:
         nonlocal count
         if not getattr(inner, "depth", 0):
             count += 1
-            fault(count - 1, f"{name} {path.rpartition('/')[2]}")
+            fault(count - 1, f"{name} {path.rpartition('/')[2]}", None)
 
     def writes(name: str) -> Any:
         def write(self: Any, source: Any, target: str, **options: Any) -> None:
@@ -73,30 +72,10 @@ def watch(scheme: str, fault: Fault) -> Callable[[], None]:
     return lambda: register_implementation(scheme, base, clobber=True)
 
 
-def kill(at: int) -> Fault:
-    """Return a fault that sends SIGKILL at operation `at`."""
-
-    def act(number: int, name: str) -> None:
-        if number == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return act
-
-
-def log(path: str) -> Fault:
-    """Return a fault that does no harm, and appends the name of each operation to a file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def act(number: int, name: str) -> None:
-        os.write(descriptor, f"{name}\n".encode())
-
-    return act
-
-
 def fail(error: BaseException, *, window: range) -> Fault:
     """Return a fault that raises `error` at the operations whose numbers are in `window`."""
 
-    def act(number: int, name: str) -> None:
+    def act(number: int, name: str, half: Half | None) -> None:
         if number in window:
             raise error
 
