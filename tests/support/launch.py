@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from harness.common.json_files import strict_json
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.warm import FORK_PYTHONS, WarmProcess, warm_server
 from tests.support.warm import ROOT as ROOT
@@ -270,12 +271,7 @@ def weights_of(run: Path) -> bytes:
 def metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl, or only those of the events of one kind. A line that is not strict
     JSON fails the test."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} in metrics.jsonl")
-
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    events = [json.loads(line, parse_constant=refuse) for line in lines]
+    events = [strict_json(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [event for event in events if kind in (None, event.get("event"))]
 
 
