@@ -6,7 +6,6 @@ The models written here share no code with gpt.py. `NotebookModel` has the tenso
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,49 +62,43 @@ class FeedForward(nn.Module):
         return self.layers(x)
 
 
-class Block(nn.Module):
+class NanoAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.att = Attention(config)
+        self.n_head = config.n_heads
+        self.c_attn = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
+        self.c_proj = nn.Linear(config.emb_dim, config.emb_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, attention: type[nn.Module], norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.att = attention(config)
         self.ff = FeedForward(config.emb_dim)
-        self.norm1 = Norm(config.emb_dim)
-        self.norm2 = Norm(config.emb_dim)
+        self.norm1 = norm(config.emb_dim)
+        self.norm2 = norm(config.emb_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.att(self.norm1(x))
         return x + self.ff(self.norm2(x))
 
 
-class NanoBlock(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.n_head = config.n_heads
-        self.ln_1 = nn.LayerNorm(config.emb_dim)
-        self.c_attn = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
-        self.c_proj = nn.Linear(config.emb_dim, config.emb_dim)
-        self.ln_2 = nn.LayerNorm(config.emb_dim)
-        self.mlp = FeedForward(config.emb_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, dim=2)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
-        x = x + self.c_proj(y.transpose(1, 2).contiguous().flatten(2))
-        return x + self.mlp(self.ln_2(x))
-
-
 class NotebookModel(nn.Module):
-    """GPT as in Giles Thomas's lab notebook, without dropout. It stores all logits. The default `block` and
+    """GPT as in Giles Thomas's lab notebook, without dropout. It stores all logits. The default `attention` and
     `norm` consist of elementary operations, with separate projections for queries, keys and values."""
 
     def __init__(
-        self, config: ModelConfig, block: Callable[..., nn.Module] = Block, norm: Callable[..., nn.Module] = Norm
+        self, config: ModelConfig, attention: type[nn.Module] = Attention, norm: type[nn.Module] = Norm
     ) -> None:
         super().__init__()
         self.tok_emb = nn.Embedding(config.vocab_size, config.emb_dim)
         self.pos_emb = nn.Embedding(config.context_length, config.emb_dim)
-        self.trf_blocks = nn.Sequential(*[block(config) for _ in range(config.n_layers)])
+        self.trf_blocks = nn.Sequential(*[Block(config, attention, norm) for _ in range(config.n_layers)])
         self.final_norm = norm(config.emb_dim)
         self.out_head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
         if config.tie_weights:
@@ -119,7 +112,7 @@ class NotebookModel(nn.Module):
 def nano_gpt(config: ModelConfig) -> NotebookModel:
     """Return a GPT as in nanoGPT (https://github.com/karpathy/nanoGPT): one projection for queries, keys and values,
     torch's norms and attention, a tied head, and all logits stored."""
-    model = NotebookModel(config.model_copy(update={"tie_weights": False}), NanoBlock, nn.LayerNorm)
+    model = NotebookModel(config.model_copy(update={"tie_weights": False}), NanoAttention, nn.LayerNorm)
     model.tok_emb.weight = model.out_head.weight  # keep the head's weights, whose initial values are small
     return model
 
