@@ -338,7 +338,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
     clock = Clock(experiment.config.price_per_hour, began)
     stop, run = StopRequest(), experiment.run
     # Until Trainer.train calls `stop.listen`, a signal ends this process at once; there is nothing to save yet.
-    world = World.join(is_stopping=stop.is_set)
+    world = World.join(is_stopping=lambda: bool(stop.reason))
     prepared = prepare(experiment, world, clock, checkpoint, options)
     if prepared.is_finished:
         steps = prepared.position.first_step

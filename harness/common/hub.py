@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import fnmatch
-import hashlib
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import TypeVar
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils.sha import git_hash
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from harness.common.errors import UserError
@@ -147,9 +147,7 @@ def find_fault(path: Path, file: RepoSibling) -> str | None:
     if file.lfs:
         kind, expected, found = "SHA-256", file.lfs.sha256, sha256(path)
     else:
-        # the SHA-1 of the git blob: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
-        blob = path.read_bytes()
-        found = hashlib.sha1(b"blob %d\0" % len(blob) + blob, usedforsecurity=False).hexdigest()
+        found = git_hash(path.read_bytes())
         kind, expected = "SHA-1", file.blob_id or found
     return None if found == expected else f"expected {kind} {expected}, found {found}"
 

@@ -36,9 +36,6 @@ class StopRequest:
         """The signal's number; without a signal, CEILING from the time `ceiling_at` on, and 0 before that time."""
         return self.signal or (CEILING if time.monotonic() >= self.ceiling_at else 0)
 
-    def is_set(self) -> bool:
-        return bool(self.reason)
-
     def listen(self) -> None:
         """Make this process record a signal that asks it to stop, or the end of its launcher, instead of ending at
         once."""

@@ -85,10 +85,6 @@ class World:
         return device_name(self.device)
 
     @property
-    def is_one_machine(self) -> bool:
-        return self.size == self.local_size
-
-    @property
     def is_main(self) -> bool:
         """True on rank 0, which alone writes checkpoints and charts, and prints progress."""
         return self.rank == 0

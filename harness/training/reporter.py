@@ -141,7 +141,7 @@ class Reporter:
         attention = attention_in_use(config.attention, self.world.device)
         if attention or (saved and saved.meta.attention):
             lines += [f"  attention: {attention or 'as torch chooses'}"]
-        if not self.world.is_one_machine:
+        if self.world.size > self.world.local_size:
             place = f"{socket.gethostname()}:{self.run.path.resolve()}"
             lines += [f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,"]
             lines += ["  start rank 0 where that folder is"]

@@ -57,7 +57,7 @@ with one_line_errors():
     asked = []
     world = World.join(lambda: bool(asked))
     rank = world.rank
-    found = {"who": [rank, world.size, world.local_rank, world.is_main, world.is_one_machine]}
+    found = {"who": [rank, world.size, world.local_rank, world.is_main, world.size == world.local_size]}
     found["gather"] = world.gather({"rank": rank})
     pending = world.async_max(rank, 7 - rank, 5)
     second = world.async_max(-rank)
