@@ -17,16 +17,9 @@ from harness.runs.directory import RunDirectory
 from harness.runs.metrics import BenchmarkEvent, MetricsFile, TrainEvent, ValidationEvent
 from harness.runs.results import LossResult, MeasuredWeights, Text, write_loss
 from harness.runs.train_config import TrainConfig
+from tests.support import launch
 
-MODEL: dict[str, Any] = {
-    "vocab_size": 64,
-    "context_length": 16,
-    "emb_dim": 32,
-    "n_heads": 2,
-    "n_layers": 2,
-    "drop_rate": 0.0,
-    "qkv_bias": False,
-}
+MODEL: dict[str, Any] = {**launch.MODEL, "emb_dim": 32, "drop_rate": 0.0, "qkv_bias": False}
 TRAIN: dict[str, Any] = {
     "dataset": "me/texts",
     "microbatch_size": 4,
