@@ -8,7 +8,6 @@ Functions of the program are named by where they are, as `module:Class.function`
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import pkgutil
@@ -29,6 +28,7 @@ import harness.training.chart_process
 from harness.distributed.watchdog import Place
 from harness.training.chart_process import ChartProcess
 from harness.training.step import OptimizerStep
+from tests.support.file_operations import around
 
 Action = Callable[[], Any]
 
@@ -82,22 +82,6 @@ def before(where: str, action: Action, *, rank: int | None = None, step: int | N
         return original(*arguments, **options)
 
     around(where, acting)
-
-
-def around(where: str, wrapper: Callable[..., Any]) -> None:
-    """Replace the function `where` by one that calls `wrapper(original, *arguments)`."""
-    module, _, path = where.partition(":")
-    *owners, name = path.split(".")
-    owner = pkgutil.resolve_name(f"{module}:{'.'.join(owners)}") if owners else pkgutil.resolve_name(module)
-    held = vars(owner)[name]
-    is_of_class = isinstance(held, classmethod)
-    function = held.__func__ if is_of_class else held
-
-    @functools.wraps(function)
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        return wrapper(function, *arguments, **options)
-
-    setattr(owner, name, classmethod(wrapped) if is_of_class else wrapped)
 
 
 def in_gradients(change: Callable[[torch.Tensor], torch.Tensor | None], *, rank: int, steps: range) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import errno
 import io
+import itertools
 import os
 import pkgutil
 import resource
@@ -130,6 +131,21 @@ def empty_disk(folder: Path) -> None:
         path.unlink()
 
 
+def around(where: str, wrapper: Callable[..., Any]) -> None:
+    """Replace the function `where`, named as in CALLS, by one that calls `wrapper(original, *arguments)`."""
+    place, _, name = where.replace(":", ".").rpartition(".")
+    owner = pkgutil.resolve_name(place)
+    held = vars(owner)[name]
+    is_of_class = isinstance(held, classmethod)
+    function = held.__func__ if is_of_class else held
+
+    @wraps(function)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        return wrapper(function, *arguments, **options)
+
+    setattr(owner, name, classmethod(wrapped) if is_of_class else wrapped)
+
+
 def inject(call: str, number: int, fault: Fault) -> None:
     """Call `fault` before each file operation of the call `number` (from 0) of CALLS[call], on rank 0."""
     if os.environ.get("RANK", "0") == "0":
@@ -159,13 +175,10 @@ class Operations:
             self.fault(self.count - 1, name, half)
             self.thread = thread
 
-    def watch_calls(self, target: str, number: int) -> None:
-        place, _, name = target.replace(":", ".").rpartition(".")
-        owner = pkgutil.resolve_name(place)
-        original, calls = getattr(owner, name), iter(range(10**9))
+    def watch_calls(self, where: str, number: int) -> None:
+        calls = itertools.count()
 
-        @wraps(original)
-        def watched(*values: Any, **named: Any) -> Any:
+        def watched(original: Callable[..., Any], *values: Any, **named: Any) -> Any:
             if next(calls) != number:
                 return original(*values, **named)
             self.thread = threading.get_ident()
@@ -174,7 +187,7 @@ class Operations:
             finally:
                 self.thread = None
 
-        setattr(owner, name, watched)
+        around(where, watched)
 
     def watch_files(self) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # set here, because a background thread may not
