@@ -9,7 +9,6 @@ The time that a program takes to start is included.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import click
 import psutil  # type: ignore[import-untyped]
+from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -119,9 +119,8 @@ def run(name: str, text: Path, work: Path) -> tuple[float, float, int]:
     seconds = time.perf_counter() - began
     if process.returncode:
         raise SystemExit(f"{name} failed")
-    with target.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return seconds, peak, header["tokens"]["shape"][0]
+    with safe_open(target, "numpy") as file:
+        return seconds, peak, file.get_slice("tokens").get_shape()[0]
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a table. `rows` must not be empty. A row has one text for each heading.
 
     Columns whose heading is in `left` are aligned to the left, others to the right.
