@@ -21,16 +21,10 @@ from safetensors.numpy import load_file
 
 from tests.support import file_operations
 from tests.support.jobs import VANISH_SECONDS, assert_named_are_whole, for_each, said, set_pace, start, train, wait_for
-from tests.support.launch import Workshop
+from tests.support.launch import SAVED_OFTEN, Workshop
 from tests.support.same_end import assert_same_end
 
-SETTINGS: dict[str, Any] = {
-    "min_train_tokens": 64 * 7,
-    "validation_interval": 4,
-    "checkpoint_interval": 2,
-    "report_interval": 2,
-    "learning_rate": 0.01,
-}
+SETTINGS = SAVED_OFTEN | {"min_train_tokens": 64 * 7}
 
 
 @dataclass(frozen=True)

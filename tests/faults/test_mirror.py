@@ -11,26 +11,18 @@ import shutil
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.mirror.fetch import step_of
 from tests.support import faulty_store, file_operations
 from tests.support.jobs import for_each, said, set_pace, start, train, wait_for
-from tests.support.launch import ROOT, Workshop, finish, wait_until
+from tests.support.launch import ROOT, SAVED_OFTEN, Workshop, finish, wait_until
 from tests.support.s3_server import BUCKET, client_of, s3_server
 from tests.support.same_end import assert_same_end
 from tests.support.two_hosts import two_hosts
 
-SETTINGS: dict[str, Any] = {
-    "min_train_tokens": 64 * 11,
-    "validation_interval": 4,
-    "checkpoint_interval": 2,
-    "report_interval": 2,
-    "learning_rate": 0.01,
-    "keep_checkpoints": 1,
-}
+SETTINGS = SAVED_OFTEN | {"min_train_tokens": 64 * 11, "keep_checkpoints": 1}
 # Steps are as slow as uploads, so that most checkpoints are sent before the next one overtakes them.
 SLOWLY = "from tests.support.faults import *\nbefore(STEP, pause(0.1))\n"
 STORE = "from tests.support import faulty_store, file_operations\nfaulty_store.watch('file', file_operations.{fault})\n"

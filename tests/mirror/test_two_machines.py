@@ -19,17 +19,11 @@ from harness.mirror.upload import Uploads
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from tests.support.in_process import InProcess
-from tests.support.launch import metrics
+from tests.support.launch import SAVED_OFTEN, metrics
 from tests.support.same_end import assert_same_end
 
 STEPS = 9
-SETTINGS: dict[str, Any] = {
-    "min_train_tokens": 64 * STEPS,
-    "validation_interval": 4,
-    "checkpoint_interval": 2,
-    "report_interval": 2,
-    "learning_rate": 0.01,
-}
+SETTINGS = SAVED_OFTEN | {"min_train_tokens": 64 * STEPS}
 STOP = {"min_train_tokens": 64 * 5}  # a budget at which the first machine's run ends
 
 

@@ -52,6 +52,13 @@ TRAIN: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "report_interval": 3,
 }
+# Checkpoints are saved at steps 0, 2, 4, …; those at steps 0, 4, 8, … are validated and may become the best.
+SAVED_OFTEN: dict[str, Any] = {
+    "validation_interval": 4,
+    "checkpoint_interval": 2,
+    "report_interval": 2,
+    "learning_rate": 0.01,
+}
 
 
 @dataclass

@@ -6,23 +6,14 @@ import json
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 from harness.runs import checkpoints
 from tests.support import file_operations
 from tests.support.jobs import start
-from tests.support.launch import Workshop, finish
+from tests.support.launch import SAVED_OFTEN, Workshop, finish
 
-# Checkpoints are saved at steps 0, 2, 4, …; those at steps 0, 4, 8, … are validated and may become the best. With fp16
-# and a tokenizer, a checkpoint has all the files that it can have.
-SETTINGS: dict[str, Any] = {
-    "min_train_tokens": 64 * 11,
-    "validation_interval": 4,
-    "checkpoint_interval": 2,
-    "report_interval": 2,
-    "learning_rate": 0.01,
-    "precision": "fp16",
-}
+# With fp16 and a tokenizer, a checkpoint has all the files that it can have.
+SETTINGS = SAVED_OFTEN | {"min_train_tokens": 64 * 11, "precision": "fp16"}
 FILES = ("model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt", "letters.json", "meta.json")
 
 
