@@ -4,7 +4,6 @@ errors to the user."""
 from __future__ import annotations
 
 import errno
-import fnmatch
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import TypeVar
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from huggingface_hub.utils.sha import git_hash
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -124,11 +124,9 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
             work.name, revision=revision, files_metadata=True, timeout=INFO_TIMEOUT_SECONDS
         )
     )
-    files = [
-        file
-        for file in info.siblings or []
-        if not any(fnmatch.fnmatchcase(file.rfilename, pattern) for pattern in IGNORED_FILES)
-    ]
+    files = list(
+        filter_repo_objects(info.siblings or [], ignore_patterns=IGNORED_FILES, key=lambda file: file.rfilename)
+    )
     if info.sha is None or not files:
         raise work.failed("the repository holds no dataset files", work.by_hand)
     for path in (file.rfilename for file in files):
