@@ -210,7 +210,7 @@ def test_two_processes_take_turns(downloader: Downloader, dataset: FakeDataset) 
     first = downloader.start_and_hold(dataset)
     second = downloader.start()
     wait_until(lambda: "waiting" in second.read(".err"))
-    downloader.hub.release()
+    downloader.hub.released.set()
     for process in (first, second):
         finish([process], expect=0, timeout=60)
     downloader.assert_whole(dataset)

@@ -215,7 +215,7 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool) -> None:
                 assert line.startswith(f'stopped: dataset "{CORPUS}"')
                 assert "again" in line
             assert time.monotonic() - began < TORCHRUN_PATIENCE_SECONDS
-            hub.release()
+            hub.released.set()
             shop.train("r", prelude=FAULTS)
 
 

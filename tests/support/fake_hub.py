@@ -143,7 +143,7 @@ class FakeHub:
     upload_status: int | None = None  # the error with which every commit is answered
 
     def __post_init__(self) -> None:
-        self._released = threading.Event()
+        self.released = threading.Event()  # ends all delays, present and future
         self._servers = [_Server(self) for _ in range(2)]
 
     def __enter__(self) -> FakeHub:
@@ -152,7 +152,7 @@ class FakeHub:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self.released.set()
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -187,14 +187,6 @@ class FakeHub:
     def seen(self, method: str, part: str) -> list[Seen]:
         """Return the requests with this method whose path contains `part`, in order."""
         return [request for request in self.requests if request.method == method and part in request.path]
-
-    def release(self) -> None:
-        """End all delays, present and future."""
-        self._released.set()
-
-    def wait(self, seconds: float) -> None:
-        """Pause for some seconds, or until `release` is called."""
-        self._released.wait(seconds)
 
 
 class _Server(ThreadingHTTPServer):
@@ -374,7 +366,7 @@ class _Handler(BaseHTTPRequestHandler):
             if file.corrupt:
                 body = body[:-1] + bytes([body[-1] ^ 1])
             end = size if file.truncate_at is None else file.truncate_at
-            self.server.hub.wait(file.delay_seconds)
+            self.server.hub.released.wait(file.delay_seconds)
         self.wfile.write(body[start:end])
         if end < size:
             self._hang_up(reset=file.reset)
