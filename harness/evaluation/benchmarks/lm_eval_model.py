@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -18,6 +19,8 @@ from harness.evaluation.likelihood import Scorer
 SAMPLING_SEED = 1234  # lm-eval's default seed for torch
 KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1, "no_repeat_ngram_size": 0}  # other values change greedy texts, too
+# The maximal number of new tokens, the texts that end them, and the rule by which they are chosen.
+Settings = tuple[int, tuple[str, ...], Sampling]
 
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
@@ -71,12 +74,12 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             batches += [same[at : at + self.scorer.batch_size] for at in range(0, len(same), self.scorer.batch_size)]
 
         def work(batch: list[int]) -> list[str]:
-            prompts, settings = [jobs[at][0] for at in batch], jobs[batch[0]][1]
+            prompts = [jobs[at][0] for at in batch]
+            most, stops, sampling = jobs[batch[0]][1]
             # Row i of a batch draws with the batch's seed + i, so that each request has a seed of its own.
-            sampling = Sampling(settings.temperature, settings.top_k, SAMPLING_SEED + order.index(batch[0]))
-            model, stops = self.scorer.model, settings.stops
+            sampling = replace(sampling, seed=SAMPLING_SEED + order.index(batch[0]))
             with self.scorer.precision.autocast():
-                added = continue_prompts(model, self.text_tokenizer, prompts, settings.most, sampling, stops)
+                added = continue_prompts(self.scorer.model, self.text_tokenizer, prompts, most, sampling, stops)
             return [
                 postprocess_generated_text(self.text_tokenizer.decode(tokens), list(stops), None) for tokens in added
             ]
@@ -87,8 +90,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [found[at] for at in range(len(jobs))]
 
     def _job(self, request: Instance) -> tuple[list[int], Settings]:
-        """Return the prompt's tokens and the settings for generating new tokens. Of a prompt that is too long, only the
-        end is kept."""
+        """Return the prompt's tokens, and the settings from the task's generation_kwargs. Of a prompt that is too long,
+        only the end is kept."""
         prompt, kwargs = request.args
         known = dict(normalize_gen_kwargs(kwargs))
         temperature = float(known.get("temperature", 1.0)) if known.get("do_sample") else 0.0
@@ -101,17 +104,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         stops = known.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         top_k = int(known["top_k"]) if temperature and known.get("top_k") else None
-        settings = Settings(int(known["max_gen_toks"]), tuple(filter(None, stops)), temperature, top_k)
-        length = self.scorer.model.config.context_length
+        most, length = int(known["max_gen_toks"]), self.scorer.model.config.context_length
         # `hf` fails if a task asks for `length` or more new tokens. Here the prompt then keeps half the context.
-        room = length - settings.most if settings.most < length else max(1, length // 2)
+        room = length - most if most < length else max(1, length // 2)
+        settings = most, tuple(filter(None, stops)), Sampling(temperature, top_k)
         return (self.text_tokenizer.encode(prompt) or [self.eot_token_id])[-room:], settings
-
-
-class Settings(NamedTuple):
-    """Settings of generation, from a task's generation_kwargs."""
-
-    most: int  # maximal number of new tokens
-    stops: tuple[str, ...]
-    temperature: float  # 0: the likeliest token
-    top_k: int | None
