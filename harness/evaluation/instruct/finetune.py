@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -140,7 +141,7 @@ def fine_tune(
     click.echo(f"before: validation loss {before:.3f}")
     result, reason = FineTuning([before]), f"--max-epochs {settings.max_epochs} reached"
     scaler = precision.scaler()
-    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    kept = deepcopy(model.state_dict())
     for epoch in range(1, settings.max_epochs + 1):
         model.train()
         losses = []
@@ -160,12 +161,10 @@ def fine_tune(
         if not after <= before:
             result.rose = True
             reason = "the validation loss rose" if math.isfinite(after) else "the validation loss is not finite"
-            with torch.no_grad():
-                for parameter, saved in zip(model.parameters(), kept, strict=True):
-                    parameter.copy_(saved)
+            model.load_state_dict(kept)
             break
         before, result.kept_epoch = after, epoch
-        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        kept = deepcopy(model.state_dict())
     model.eval()
     click.echo(f"stopped: {reason}; kept: epoch {result.kept_epoch}")
     if not result.kept_epoch:
