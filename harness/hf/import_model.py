@@ -49,22 +49,17 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     elif all(part.startswith(NOTEBOOK_PREFIX) for part in offered):
         offered = {part.removeprefix(NOTEBOOK_PREFIX): tensor for part, tensor in offered.items()}
     tensors = from_checkpoint_names(offered, config, source)
-    tokenizer = source / TOKENIZER
-    if tokenizer.exists():  # if it is broken, fail before the weights are written
-        load_tokenizer(tokenizer)
+    tokenizer = load_tokenizer(source / TOKENIZER) if (source / TOKENIZER).exists() else None
     with new_folder(run) as draft:
-        own = TOKENIZER
-        if tokenizer.exists():
-            shutil.copyfile(tokenizer, draft / TOKENIZER)
+        if tokenizer is not None:
+            shutil.copyfile(source / TOKENIZER, draft / TOKENIZER)
         elif (source / "vocab.json").exists() and (source / "merges.txt").exists():
             _from_vocabulary(source, draft / TOKENIZER)
-        else:
-            own = "gpt2"
-        write_model_files(draft, shape, tensors, tokenizer=own, imported_from=name)
-        if own == "gpt2":
-            return "no tokenizer in the folder: GPT-2's will be used"
-        tokens = load_tokenizer(draft / TOKENIZER).vocab_size
-        return f"the tokenizer has {tokens:,} tokens, the model's vocabulary {shape['vocab_size']:,}"
+            tokenizer = load_tokenizer(draft / TOKENIZER)
+        write_model_files(draft, shape, tensors, tokenizer=TOKENIZER if tokenizer else "gpt2", imported_from=name)
+    if tokenizer is None:
+        return "no tokenizer in the folder: GPT-2's will be used"
+    return f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model's vocabulary {shape['vocab_size']:,}"
 
 
 class Gpt2Config(BaseModel):
