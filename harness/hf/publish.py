@@ -56,13 +56,6 @@ class ModelFacts:
         """True if meta.json records that the model was trained or fine-tuned; False for an imported model."""
         return any(key in self.files.meta for key in ("train", "global_step", "tokens_seen", "fine_tuned_from"))
 
-    def number(self, key: str) -> Any:
-        """Return the number under `key` in meta.json, or None if there is no finite number. Another program may have
-        written the file."""
-        value = self.files.meta.get(key)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        return value if is_number else None
-
 
 def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     """Upload the exported folder, the model card and the files of the model's run to the repository `facts.name`, in
@@ -114,7 +107,7 @@ def model_card(facts: ModelFacts) -> str:
         meta={"fine_tuned_from": None, "imported_from": None, "data": None, **facts.files.meta},
         front_matter=_front_matter(facts, model_type).to_yaml(),
         name=json.dumps(facts.name),
-        tokens=facts.number("tokens_seen"),
+        tokens=_number(facts.files.meta, "tokens_seen"),
         prompt=Instruction(instruction="…", input="", output="").prompt.rstrip("\n"),
         brings_code=model_type == OWN_TYPE,
         losses=[row for row in _losses(facts) if row[1] is not None],
@@ -155,8 +148,8 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
     trained_on = validated_on = NOT_RECORDED
     if facts.files.dataset:
         keys = ("start_train_token", "start_val_token", "validation_sequences", "validation_batches", "microbatch_size")
-        start, first, sequences, batches, rows = (_count(facts.train.get(key)) for key in keys)
-        seen = _count(facts.files.meta.get("tokens_seen"))
+        start, first, sequences, batches, rows = (_number(facts.train, key) for key in keys)
+        seen = _number(facts.files.meta, "tokens_seen")
         where = f" of the training on tokens {start:,} to {start + seen:,}" if start is not None and seen else ""
         is_mixture = len(facts.files.datasets) > 1
         if facts.train.get("shuffle") or facts.train.get("epochs") or is_mixture:
@@ -169,8 +162,8 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
             end = first + sequences * facts.files.config.context_length
             where = f", {sequences:,} sequences" if is_mixture else f", tokens {first:,} to {end:,}"
         validated_on = f"{_code(facts.files.dataset)}, validation split{where}, at the last validation"
-    yield "training", facts.number("train_loss"), trained_on
-    yield "validation", facts.number("val_loss"), validated_on
+    yield "training", _number(facts.files.meta, "train_loss"), trained_on
+    yield "validation", _number(facts.files.meta, "val_loss"), validated_on
     for test in facts.tests:
         on = f"{_code(test.text.dataset)}, {test.text.split} split"
         yield "test", test.loss, on
@@ -178,9 +171,12 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
         yield f"test, bits per byte of text{about}", test.bits_per_byte, on
 
 
-def _count(value: Any) -> int | None:
-    """Return `value` if it is an integer that is not negative, otherwise None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+def _number(values: Mapping[str, Any], key: str) -> Any:
+    """Return the number under `key`, or None if there is no finite number of at least 0. Another program may have
+    written `values`."""
+    value: Any = values.get(key)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and 0 <= value < math.inf else None
 
 
 def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
@@ -188,10 +184,10 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     meta, run = facts.files.meta, facts.files.run
     if facts.files.dataset:
         yield "data", _code(facts.files.dataset)
-    if facts.number("tokens_seen"):
-        yield "tokens", f"{meta['tokens_seen']:,}"
-    if facts.number("global_step") is not None:
-        yield "global steps", f"{meta['global_step'] + 1:,}"
+    if tokens := _number(meta, "tokens_seen"):
+        yield "tokens", f"{tokens:,}"
+    if (step := _number(meta, "global_step")) is not None:
+        yield "global steps", f"{step + 1:,}"
     if run is not None and run.summary.is_file():
         summary = read_summary(run.summary)
         yield "machine", f"{summary.world_size} × {_plain(summary.device)}"
