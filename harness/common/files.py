@@ -61,6 +61,24 @@ def refuse_special(path: Path) -> None:
         raise UserError(f"{path}: not a regular file; move it away, or give another path")
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, without a byte order mark. Raises UserError if the file cannot be read.
+
+    Pipes and devices are refused, except a pipe in /dev, like a shell's <(command).
+    """
+    try:
+        if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):
+            refuse_special(path)
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        fault = "no such file"
+    except OSError as error:
+        fault = str(error.strerror)
+    except UnicodeDecodeError as error:
+        fault = f"not UTF-8 text (byte {error.start})"
+    raise UserError(f"{path}: {fault}")
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace a file's contents in one rename, so that a reader sees the old or the new contents, never a part."""
     with atomic_file(path.resolve()) as draft:  # replaces the target of a symbolic link, not the link

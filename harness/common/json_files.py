@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from harness.common.errors import UserError
-from harness.common.files import refuse_special
+from harness.common.files import read_text
 from harness.common.messages import is_unicode, nearest, quoted
 from harness.common.other_names import advice
 
@@ -138,20 +138,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file, parsed by `strict_json`. Raises UserError if the file cannot be read or parsed.
-
-    Pipes and devices are refused, except a pipe in /dev, like a shell's <(command).
-    """
+    """Return the value in a JSON file, read by `read_text` and parsed by `strict_json`. Raises UserError if the file
+    cannot be read or parsed."""
+    text = read_text(path)
     try:
-        if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):
-            refuse_special(path)
-        return strict_json(path.read_text(encoding="utf-8-sig"))  # without a byte order mark
-    except FileNotFoundError:
-        fault = ": no such file"
-    except OSError as error:
-        fault = f": {error.strerror}"
-    except UnicodeDecodeError as error:
-        fault = f": not UTF-8 text (byte {error.start})"
+        return strict_json(text)
     except json.JSONDecodeError as error:
         fault = f":{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
     except RecursionError:

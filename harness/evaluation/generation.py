@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpt import GPTModel
 from harness.common.errors import RunError, UserError
+from harness.common.files import read_text
 from harness.common.messages import escape_controls, is_unicode
 from harness.data.tokenizers import Tokenizer
 from harness.model.inference import KeyValueCache, evaluating
@@ -177,13 +178,8 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
         return [default if prompt is None else prompt]
     if prompt is not None:
         raise UserError("--prompt and --prompts: give one of them")
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would split at more characters
-    except UnicodeDecodeError:
-        raise UserError(f"{file}: not UTF-8 text; convert it to UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
     prompts = []
+    lines = read_text(file).split("\n")  # splitlines() would split at more characters
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, explained
+from harness.common.files import read_text
 from harness.common.messages import abbreviated, nearest
 from harness.runs.checkpoint_meta import tokens_by_source, validation_text
 from harness.runs.directory import RunDirectory
@@ -124,13 +125,8 @@ def read_points(path: Path) -> Points:
     """Read points from a CSV file with the columns COLUMNS and perhaps OPTIONAL_COLUMNS. Missing tokens are computed as
     flops / 6 / parameters. Points whose loss is not finite are left out. Raises UserError if the file is wrong, or if
     no point is left."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8; give a CSV in UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a CSV file of points") from None
-    lines = ["" if line.startswith("#") else line.strip() for line in text.splitlines()]
+    with explained(after="; give a CSV file of points, in UTF-8"):
+        lines = ["" if line.startswith("#") else line.strip() for line in read_text(path).splitlines()]
     reader = csv.reader(lines, skipinitialspace=True, strict=True)
     try:
         rows = [(reader.line_num, row) for row in reader if row]

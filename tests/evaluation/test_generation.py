@@ -206,7 +206,7 @@ def test_broken_weights_are_one_line(model_files: tuple[Path, Path], tmp_path: P
         ("a.jsonl", b'"\\ud800"\n', "line 1"),
         ("a.txt", b"\n \n", "no prompts"),
         ("a.txt", b"\xff\n", "not UTF-8"),
-        ("none.txt", b"", "No such file"),
+        ("none.txt", b"", "no such file"),
     ],
 )
 def test_files_without_valid_prompts_are_refused(tmp_path: Path, name: str, content: bytes, fault: str) -> None:
