@@ -85,9 +85,8 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
     `num_fewshot` is the number of solved examples before each question (None: each task's own). A task's explicit 0 is
     kept, as in lm-eval. Functions that a task file names by `!function` are run. Random states are restored.
 
-    Raises UserError if lm-eval is not installed, or if a task cannot be loaded or used.
+    Raises UserError if a task cannot be loaded or used. lm-eval must be installed (`check_installed`).
     """
-    check_installed()
     found = Benchmarks({}, {}, [])
     with lm_eval_seeds():
         for name in [name for spec in specs for name in _names_of(spec)]:
