@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,12 @@ def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
     values = scores_QxM.mean(axis=0)
     ranking = sorted(range(len(values)), key=lambda model: -values[model])
     pairs = []
-    for place, first in enumerate(ranking):
-        for second in ranking[place + 1 :]:
-            difference_Q = scores_QxM[:, first] - scores_QxM[:, second]
-            wins, ties = (difference_Q > TIE).mean(), (np.abs(difference_Q) <= TIE).mean()
-            resampled_B = resampled_BxM[:, first] - resampled_BxM[:, second]
-            difference = estimate_of_mean(
-                difference_Q.mean(), resampled_B, count=len(difference_Q), bounds=(-100.0, 100.0)
-            )
-            pairs.append(Pair(first, second, float(wins + ties / 2), difference))
+    for first, second in combinations(ranking, 2):
+        difference_Q = scores_QxM[:, first] - scores_QxM[:, second]
+        wins, ties = (difference_Q > TIE).mean(), (np.abs(difference_Q) <= TIE).mean()
+        resampled_B = resampled_BxM[:, first] - resampled_BxM[:, second]
+        difference = estimate_of_mean(difference_Q.mean(), resampled_B, count=len(difference_Q), bounds=(-100.0, 100.0))
+        pairs.append(Pair(first, second, float(wins + ties / 2), difference))
     means = tuple(
         estimate_of_mean(value, resampled_B, count=len(scores_QxM), bounds=(0.0, 100.0))
         for value, resampled_B in zip(values, resampled_BxM.T, strict=True)
