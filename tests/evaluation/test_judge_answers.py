@@ -55,7 +55,7 @@ def test_shuffling_never_mixes_up_models(answers: dict[str, str], seed: int, ran
     given_to = question_of(prompt.text)["answers"]
     assert list(given_to) == list(prompt.names)
     number_of = {text: float(number) for number, text in enumerate(dict.fromkeys(answers.values()))}
-    scores = prompt.by_model({name: number_of[text] for name, text in given_to.items()})
+    scores = {model: number_of[given_to[name]] for model, name in zip(prompt.order, prompt.names, strict=True)}
     assert scores == {number: number_of[answers[label]] for number, label in enumerate(labels)}
     assert together_prompt({label: answer(answers[label]) for label in reversed(labels)}, **place).text == prompt.text
     renamed = {f"{number} {label}": answer(answers[label]) for number, label in enumerate(labels)}
@@ -155,7 +155,7 @@ def test_a_borrowed_prompt_is_word_for_word(wording: str, colon: str, scale: str
     )
     prompt = alone_prompt(wording, Response(**entry), 3, question=0, repeat=0)
     assert prompt.text == expected
-    assert prompt.by_model({"answer": 7.0}) == {3: 7.0}
+    assert (prompt.order, prompt.names) == ((3,), ("answer",))
     assert question_of(prompt.text)["answers"] == {"": entry["response"]}
 
 

@@ -73,10 +73,6 @@ class Prompt:
     repeat: int  # from 0
     wording: str | None = None  # a key of ALONE for a prompt about one answer; None: about the answers of all models
 
-    def by_model(self, scores: Mapping[str, float]) -> dict[int, float]:
-        """Return a dict from each model's index to its score. `scores` has one for each of `names`."""
-        return {model: scores[name] for model, name in zip(self.order, self.names, strict=True)}
-
     def parse(self, text: str) -> dict[str, float]:
         """Return the scores in a judge's reply, one from 0 to 100 for each of `names`. Raises InvalidAnswerError for
         any other reply."""

@@ -266,8 +266,8 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, caches: Sequence
     unanswered = []
     for key, prompt in prompts:
         if key in answers:
-            for model, score in prompt.by_model(answers[key]).items():
-                scores_QxRxM[prompt.question, prompt.repeat, model] = score
+            for model, name in zip(prompt.order, prompt.names, strict=True):
+                scores_QxRxM[prompt.question, prompt.repeat, model] = answers[key][name]
         else:
             unanswered.append(Unanswered(prompt.question + 1, prompt.repeat + 1, reasons[key]))
     labels = tuple(model.model for model in models)
