@@ -131,20 +131,15 @@ class Mirror:
             self._put(path, lambda fs, target: fs.pipe_file(target, data), len(data))
 
     def send(self, path: str, local: Path, progress: Callable[[int], None]) -> None:
-        """Write the file `local` to `path`. `progress` is called with the number of bytes sent since the previous call.
-        At hf:// it is called once, at the end; at file:// and sftp://, never."""
+        """Write the file `local` to `path`. `progress` is called with the number of bytes sent so far; at hf://, file://
+        and sftp://, it is never called."""
         from fsspec.callbacks import Callback
 
         if self.scheme == "hf":
             self._put_into_bucket(path, local)
-            progress(local.stat().st_size)
             return
-
-        class Forwarding(Callback):  # type: ignore[misc]
-            def relative_update(self, inc: int = 1) -> None:
-                progress(inc)
-
-        self._put(path, lambda fs, target: fs.put_file(str(local), target, callback=Forwarding()), local.stat().st_size)
+        callback = Callback(hooks={"progress": lambda size, sent: progress(sent)})
+        self._put(path, lambda fs, target: fs.put_file(str(local), target, callback=callback), local.stat().st_size)
 
     def _put(self, path: str, put: Callable[[Any, str], None], size: int) -> None:
         fs, final = self._fs, self._at(path)

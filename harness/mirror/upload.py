@@ -252,8 +252,8 @@ class Uploads:
     def _send(self, remote: str, file: Path) -> None:
         before, size = self._sent_bytes, file.stat().st_size
 
-        def progress(count: int) -> None:
-            self._sent_bytes += count
+        def progress(sent: int) -> None:
+            self._sent_bytes = before + sent
 
         self._in_flight = size
         try:
