@@ -160,20 +160,11 @@ class Mirror:
         """Write a file into a bucket of the Hub, which verifies it by its hash. Does not use fsspec, which would first
         copy the file to the folder of temporary files."""
         from huggingface_hub import HfApi
-        from huggingface_hub.utils.tqdm import (
-            are_progress_bars_disabled,
-            disable_progress_bars,
-            enable_progress_bars,
-        )
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
         _, owner, name, target = f"{self.name}/{path}".removeprefix("hf://").split("/", 3)
-        were_disabled = are_progress_bars_disabled()  # restored below, since a later download of a dataset has a bar
-        disable_progress_bars()
-        try:
+        with disable_progress_bars():  # enables them again, since a later download of a dataset has a bar
             HfApi().batch_bucket_files(f"{owner}/{name}", add=[(source, target)])
-        finally:
-            if not were_disabled:
-                enable_progress_bars()
 
     def delete(self, *paths: str) -> None:
         """Delete files, or folders with all that is in them. Paths that do not exist are ignored."""
