@@ -5,13 +5,12 @@ docs/mirror.md says what a mirror is.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
 from harness.common.files import check_name
-from harness.common.options import RUNS_DIR, Command, Group
+from harness.common.options import RUNS_DIR, Group
 
 URL = click.argument("url")
 
@@ -29,7 +28,7 @@ def main() -> None:
     """
 
 
-@main.command("list", cls=Command, short_help="Print the runs at URL.")
+@main.command("list", short_help="Print the runs at URL.")
 @URL
 def list_runs(url: str) -> None:
     """Print a line for each run at URL: its name, its newest whole checkpoint, the size of all its files in GB, and the
@@ -40,7 +39,7 @@ def list_runs(url: str) -> None:
         print(line)
 
 
-@main.command(cls=Command, short_help="Bring a run to this machine.")
+@main.command(short_help="Bring a run to this machine.")
 @URL
 @click.argument("run")
 @click.option("--without-weights", is_flag=True, help="Fetch no checkpoint. Finished runs can be compared without one.")
@@ -66,7 +65,7 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     print(f"{fetch_run(url, check_name(run, 'run'), runs_dir, with_weights=not without_weights)}: fetched")
 
 
-@main.command(cls=Command, short_help="Print losses as they arrive.")
+@main.command(short_help="Print losses as they arrive.")
 @URL
 @click.argument("run")
 def follow(url: str, run: str) -> None:
@@ -78,7 +77,7 @@ def follow(url: str, run: str) -> None:
         print(line, flush=True)
 
 
-@main.command(cls=Command, short_help="Send a run to URL.")
+@main.command(short_help="Send a run to URL.")
 @click.argument("run")
 @URL
 @RUNS_DIR
@@ -96,4 +95,4 @@ def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
