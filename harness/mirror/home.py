@@ -48,16 +48,12 @@ def describe_runs(url: str) -> list[str]:
         found = retried(run, partial(newest_in_mirror, run, files))
         if not found and "train.json" not in files:
             continue  # no run
-        size = sum(files.values()) / 1e9
-        lines.append(f"{name}: {found[0] if found else 'no whole checkpoint'}, {size:,.2f} GB{_training(run, files)}")
+        line = f"{name}: {found[0] if found else 'no whole checkpoint'}, {sum(files.values()) / 1e9:,.2f} GB"
+        host, silent = retried(run, partial(owner_of, run)) if OWNER in files else (None, 0.0)
+        if host is not None:
+            line += f", trained on {host}, last heard from {rough_duration(max(0.0, silent))} ago"
+        lines.append(line)
     return lines or [f"no runs in {mirror.url}: nothing is there, or there is no such place"]
-
-
-def _training(mirror: Mirror, files: dict[str, int]) -> str:
-    if OWNER not in files:
-        return ""
-    host, silent = retried(mirror, partial(owner_of, mirror))
-    return "" if host is None else f", trained on {host}, last heard from {rough_duration(max(0.0, silent))} ago"
 
 
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
