@@ -74,16 +74,13 @@ def plan_speed(
     own, names = device, gpu_names()
     if own is None and len(names) >= layout.world_size and len(set(names)) == 1:
         own = find_device(names[0])
-    if options.assume_tps is not None:
-        return PlannedSpeed(options.assume_tps, "assumed", device=own or meant)
-    if options.assume_tps_with_validation is not None:
-        given = options.assume_tps_with_validation
-        return PlannedSpeed(given, "assumed", includes_validation=True, device=own or meant)
-    measured = _measured_speed(experiment, layout, own or meant, [] if device else names)
+    target = own or meant
+    if given := options.assume_tps or options.assume_tps_with_validation:
+        return PlannedSpeed(given, "assumed", includes_validation=options.assume_tps is None, device=target)
+    measured = _measured_speed(experiment, layout, target, [] if device else names)
     if measured.tokens_per_second is not None:
         return measured
     reported = None if device else _reported_speed(experiment, layout, own)
-    target = own or meant
     return reported or (measured if target is None else estimated(experiment, layout, target))
 
 
