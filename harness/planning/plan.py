@@ -235,10 +235,9 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         plan = replace(plan, seconds_before=sum(meta.seconds.values()), dollars_before=sum(costs.values()))
     if position is None:
         return plan
-    plan = replace(plan, unfinished_work=find_unfinished_work(config, position, meta))
     tokens = position.tokens_seen + plan.tokens()
     scaled = scale_settings(config, batch_tokens=layout.global_tokens, train_tokens=tokens, layers=model.n_layers)
-    return replace(plan, scaled=scaled)
+    return replace(plan, scaled=scaled, unfinished_work=find_unfinished_work(config, position, meta))
 
 
 def checked_plan(
@@ -361,23 +360,21 @@ def describe_plan(
 
 def describe_lost_machine(plan: Plan, speed: PlannedSpeed, mirrored: InMirror) -> str:
     """Return, as text, how much training a loss of the machine can cost at most: all since the mirror's newest
-    complete checkpoint."""
+    complete checkpoint. The plan must have steps."""
     size, rate = plan.checkpoint_bytes(), mirrored.bytes_per_second
-    every = min(plan.config.checkpoint_every, max(1, len(plan.steps)))
-    upload = None if rate is None else size / rate
+    every = min(plan.config.checkpoint_every, len(plan.steps))
+    upload = 0.0 if rate is None else size / rate
     sent = f"the upload of {size / GIB:.2f} GiB"
     sent += ", whose speed is not measured yet" if rate is None else f" at {rate / 1e6:,.1f} MB/s as last measured"
     if speed.tokens_per_second is None:
         return f"costs at most {every:,} steps and {sent}"
-    parts = plan.seconds(speed)
-    steps = sum(parts.values()) / max(1, len(plan.steps)) * every
+    steps = sum(plan.seconds(speed).values()) / len(plan.steps) * every
     # An upload that takes longer than the steps between two checkpoints delays the upload of the next checkpoint.
-    seconds = steps + (upload or 0.0) * (2 if (upload or 0.0) > steps else 1)
+    seconds = steps + upload * (2 if upload > steps else 1)
     price, _ = plan.price(speed)
     dollars = "" if price is None else f", ${cost(seconds, price):,.2f}"
-    return f"costs at most {duration(seconds)}{dollars}{' and' if rate is None else ':'} " + (
-        sent if rate is None else f"{every:,} steps and {sent}"
-    )
+    parts = f" and {sent}" if rate is None else f": {every:,} steps and {sent}"
+    return f"costs at most {duration(seconds)}{dollars}{parts}"
 
 
 def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
