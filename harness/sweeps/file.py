@@ -152,11 +152,9 @@ def labels(points: list[Settings]) -> list[str]:
 def _part(key: str, value: JsonValue) -> str:
     if key == ENTRY_NAME:
         return str(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        text = repr(value)
-    else:
-        text = "_" + (value if isinstance(value, str) else json.dumps(value))
-    return re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{SHORT.get(key, key)}{text}").rstrip("_")
+    text = value if isinstance(value, str) else json.dumps(value)
+    gap = "" if isinstance(value, int | float) and not isinstance(value, bool) else "_"
+    return re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{SHORT.get(key, key)}{gap}{text}").rstrip("_")
 
 
 @dataclass(frozen=True)
