@@ -274,7 +274,6 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     left, planner = plan.left, plan.planner
     groups = "one after the other" if planner.groups == 1 else f"{planner.groups} at a time"
     ranks = f"{planner.processes} {'process' if planner.processes == 1 else 'processes'} each"
-    place = next(path for path in (runs_dir, *runs_dir.absolute().parents) if path.is_dir())
     # Runs that are trained at the same time share the machine's cost. The machine costs its whole price even while some
     # groups have no run.
     seconds = sum(each.seconds or 0.0 for each in left)
@@ -288,7 +287,7 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
         more = f", not counting {', '.join(unknown)} (unknown)" if unknown else ""
         said.append(f"{what}: unknown" if len(unknown) == len(left) else f"{what}: {known}{more}")
     said.append(f"price: {'; '.join(sorted({each.price for each in left}))}")
-    free = shutil.disk_usage(place).free / GIB
+    free = shutil.disk_usage(runs_dir).free / GIB
     unknown = [each.run.name for each in left if each.plan.position is None]
     more = f", not counting {', '.join(unknown)} (unknown)" if unknown else ""
     said.append(f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most{more}; {free:,.2f} GiB are free")
@@ -296,7 +295,7 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     lines = paragraph(f"All these runs, {groups}, {ranks} ({without}):")
     lines += [line for each in said for line in paragraph(f"    {each}", indent=8)]
     remarks = dict.fromkeys(each.plan.dataset_remark for each in left)
-    notes = [note for note in (*remarks, plan.disk_shortage(place)) if note]
+    notes = [note for note in (*remarks, plan.disk_shortage(runs_dir)) if note]
     timed = [(each, each.seconds) for each in left if each.seconds is not None]
     if early := [run.run.name for run, seconds in timed if seconds < sum(run.plan.seconds(run.speed).values())]:
         notes.append(f"{', '.join(early)}: would end unfinished, because of max_hours or max_dollars in train.json")

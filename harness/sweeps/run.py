@@ -294,15 +294,15 @@ class SweepRunner:
         return None
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str | None:
-        """Return a message if `max_dollars` is spent, or too low to finish `run` and the runs under way. Return None if
-        `run` may start. A run of unknown cost counts as free."""
+        """Return a message if `max_dollars`, which is not spent, is too low to finish `run` and the runs under way.
+        Return None if `run` may start. A run of unknown cost counts as free."""
         if self.max_dollars is None:
             return None
         wanted = (planned.dollars if planned else None) or 0.0
         to_come = (each.dollars_at_end - self.dollars[each.run.name] for each in self.attempts)
         # The largest, not the sum: the runs share the machine, which costs its whole price until the last of them ends.
         total = self.spent + max([wanted, *to_come])
-        if total <= self.max_dollars and self.spent < self.max_dollars:
+        if total <= self.max_dollars:
             return None
         others = " and the runs under way" if self.attempts else ""
         said = f", and with {run.name}{others} the total would be ${amount_text(total)}" if wanted else ""
