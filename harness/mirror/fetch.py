@@ -13,9 +13,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from tqdm import tqdm
 
@@ -32,7 +31,7 @@ ASIDE = "meta-aside.json"  # new name of a checkpoint's meta.json after the run 
 RESULTS_ASIDE = "results-aside"  # folder for measurements of checkpoints after the step that the run went back to
 FETCHING_PREFIX = ".fetching-"
 FETCHING_TRIES = 6  # with back-off: pauses of 1, 2, 4, ... seconds between them
-Check = Callable[[CheckpointMeta], None]
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -98,11 +97,11 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
     raises the errors of `refuse_if_set_aside`."""
     files = without_left(run, retried(mirror, mirror.files))
     refuse_if_set_aside(run, mirror, files)
-    found = retried(mirror, partial(newest_in_mirror, mirror, files))
+    found = retried(mirror, newest_in_mirror, mirror, files)
     return found if found and recency(found[0]) > recency(_local_name(run)) else None
 
 
-def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
+def bring(run: RunDirectory, mirror: Mirror, check: Callable[[CheckpointMeta], None]) -> str | None:
     """Make the newest whole checkpoint in the mirror the latest one here, if it is newer. Return its name, or None if
     no checkpoint was taken. The caller must hold the run's lock.
 
@@ -121,7 +120,7 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     for name in names_in(files):
         if recency(name) <= recency(_local_name(run)) and name != damaged:
             break
-        meta = retried(mirror, partial(read_remote_meta, mirror, files, name))
+        meta = retried(mirror, read_remote_meta, mirror, files, name)
         if meta is not None:
             check(meta)
             if _bring_checkpoint(run, mirror, there, name, meta, damaged):
@@ -221,7 +220,7 @@ def _bring_checkpoint(
         if draft is None:
             return False
         if best not in (None, name) and (best == damaged or not (run.checkpoints / best).exists()):
-            best_meta = retried(mirror, partial(read_remote_meta, mirror, files, best))
+            best_meta = retried(mirror, read_remote_meta, mirror, files, best)
             drafted = best_meta and fetch_checkpoint(run, mirror, files, best, best_meta)
             if drafted:
                 put_in_place(drafted, best)
@@ -279,7 +278,7 @@ def fetch_checkpoint(
                 warn_of_damage(mirror, name, f"the SHA-256 of {each} is not the one in {META}")
                 shutil.rmtree(draft)
                 return None
-    (draft / META).write_bytes(retried(mirror, lambda: mirror.read(f"checkpoints/{name}/{META}")) or b"")
+    (draft / META).write_bytes(retried(mirror, mirror.read, f"checkpoints/{name}/{META}") or b"")
     return draft
 
 
@@ -291,7 +290,7 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
         at = file.seek(0, 2)
         bar.update(at)
         while at < size:
-            piece = retried(mirror, partial(mirror.read, remote, at, min(size, at + PIECE)))
+            piece = retried(mirror, mirror.read, remote, at, min(size, at + PIECE))
             if not piece:
                 raise RunError(f"mirror {mirror.name}: {remote}: ends after {at:,} of {size:,} bytes; try again")
             file.write(piece)
@@ -303,7 +302,7 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
 def fetch_metrics(run: RunDirectory, mirror: Mirror) -> None:
     """Replace metrics.jsonl with the mirror's. If the mirror's does not begin with the local one, the local one is
     first moved to a folder below `aside/`."""
-    content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
+    content = retried(mirror, mirror.read, run.metrics.name) or b""
     here = run.metrics.read_bytes() if run.metrics.exists() else b""
     if not content.startswith(here):
         move(run.metrics, run.new_aside() / run.metrics.name)
@@ -315,7 +314,7 @@ def fetch_summary_and_chart(run: RunDirectory, mirror: Mirror, files: dict[str, 
     """Replace summary and chart with the mirror's. If the mirror's summary is damaged or has more training tokens than
     `meta`, nothing is fetched. A summary here that is not the fetched one is moved below `aside/`, with the chart."""
     wanted = [path for path in (run.summary, run.chart) if path.name in files]
-    contents = {path: retried(mirror, partial(mirror.read, path.name)) or b"" for path in wanted}
+    contents = {path: retried(mirror, mirror.read, path.name) or b"" for path in wanted}
     if tokens_of_summary(contents.get(run.summary)) > meta.tokens_seen:
         contents = {}
     if run.summary.is_file() and run.summary.read_bytes() != contents.get(run.summary):
@@ -351,18 +350,21 @@ def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> N
         name, _, file = remote.partition("/")
         is_wanted = name in folders and SAFE_NAME.fullmatch(file) and not is_old(file)
         if is_wanted and not (folders[name] / file).exists():
-            content = retried(mirror, partial(mirror.read, remote))
+            content = retried(mirror, mirror.read, remote)
             folders[name].mkdir(exist_ok=True)
             with atomic_file(folders[name] / file) as draft:
                 draft.write_bytes(content or b"")
 
 
-def retried(mirror: Mirror, work: Callable[[], Result]) -> Result:
-    """Return what `work` returns. After an error other than UserError and RunError, `work` is called again over a new
-    connection, up to FETCHING_TRIES times in all with back-off. Raises RunError if all calls fail."""
+def retried(
+    mirror: Mirror, work: Callable[Arguments, Result], *given: Arguments.args, **named: Arguments.kwargs
+) -> Result:
+    """Return what `work` returns for the arguments `given` and `named`. After an error other than UserError and
+    RunError, `work` is called again over a new connection, up to FETCHING_TRIES times in all with back-off. Raises
+    RunError if all calls fail."""
     for attempt in range(FETCHING_TRIES):
         try:
-            return work()
+            return work(*given, **named)
         except (UserError, RunError):
             raise
         except Exception as error:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from harness.common.errors import UserError
@@ -45,11 +44,11 @@ def describe_runs(url: str) -> list[str]:
     for name in retried(mirror, mirror.runs):
         run = Mirror(url, name)
         files = retried(run, run.files)
-        found = retried(run, partial(newest_in_mirror, run, files))
+        found = retried(run, newest_in_mirror, run, files)
         if not found and "train.json" not in files:
             continue  # no run
         line = f"{name}: {found[0] if found else 'no whole checkpoint'}, {sum(files.values()) / 1e9:,.2f} GB"
-        host, silent = retried(run, partial(owner_of, run)) if OWNER in files else (None, 0.0)
+        host, silent = retried(run, owner_of, run) if OWNER in files else (None, 0.0)
         if host is not None:
             line += f", trained on {host}, last heard from {rough_duration(max(0.0, silent))} ago"
         lines.append(line)
@@ -90,13 +89,13 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     summarized = [run.summary, run.chart] if may_replace else []
     replaced = [] if is_kept else [*summarized, run.metrics]
     for path in [*(each for each in (run.model_json, run.train_json) if not each.exists()), *replaced]:
-        content = retried(mirror, partial(mirror.read, path.name)) if path.name in files else None
+        content = retried(mirror, mirror.read, path.name) if path.name in files else None
         if content is not None and (path != run.metrics or _may_replace_metrics(run, content)):
             with atomic_file(path) as draft:
                 draft.write_bytes(content)
     # A machine that was silent for longer than its lease is lost, and does not train the run any more.
-    _, silent = retried(mirror, partial(owner_of, mirror))
-    owner = retried(mirror, lambda: mirror.read(OWNER)) if silent <= LEASE_SECONDS else None
+    _, silent = retried(mirror, owner_of, mirror)
+    owner = retried(mirror, mirror.read, OWNER) if silent <= LEASE_SECONDS else None
     if not is_trained_here and (owner or run.lock_file.exists()):
         run.lock_file.write_bytes(owner or b"")  # names the owner, so that the run counts as trained elsewhere
     return run.path
@@ -109,7 +108,7 @@ def _may_replace_summary(run: RunDirectory, mirror: Mirror, *, with_weights: boo
     - A checkpoint is here, and the mirror's summary has fewer tokens than the summary here.
     - `with_weights` is true, and the mirror's summary has more tokens than the newest checkpoint here.
     """
-    there = tokens_of_summary(retried(mirror, lambda: mirror.read(run.summary.name)))
+    there = tokens_of_summary(retried(mirror, mirror.read, run.summary.name))
     if there == math.inf or not (checkpoints := list_checkpoints(run.checkpoints)):
         return there < math.inf
     here = tokens_of_summary(run.summary.read_bytes() if run.summary.exists() else None)
@@ -150,10 +149,10 @@ def follow_run(url: str, name: str) -> Iterator[str]:
     _files_of(mirror)
     printed, seen, changed = b"", None, time.monotonic()
     while True:
-        owner, silent = retried(mirror, partial(owner_of, mirror))
-        if (owner_json := retried(mirror, lambda: mirror.read(OWNER))) != seen:
+        owner, silent = retried(mirror, owner_of, mirror)
+        if (owner_json := retried(mirror, mirror.read, OWNER)) != seen:
             seen, changed = owner_json, time.monotonic()
-        content = retried(mirror, lambda: mirror.read("metrics.jsonl")) or b""
+        content = retried(mirror, mirror.read, "metrics.jsonl") or b""
         if not content.startswith(printed):  # the run went back, or continues after a kill
             printed = b""
             yield "the run has gone back to an earlier step:"
@@ -195,7 +194,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
         here = list_checkpoints(run.checkpoints)
         files = without_left(run, retried(mirror, mirror.files))
         refuse_if_set_aside(run, mirror, files)
-        found = retried(mirror, lambda: newest_in_mirror(mirror, files))
+        found = retried(mirror, newest_in_mirror, mirror, files)
         if found and recency(found[0]) > recency(here[-1][1].name if here else ""):
             raise UserError(
                 f"mirror {mirror.name}: has {found[0]}, which is newer than all checkpoints in {run.path}: "

@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from harness.common.errors import RunError, UserError
@@ -62,7 +61,7 @@ class Lease:
         told = False
         while not take_over:
             try:
-                other, silent = retried(self._mirror, partial(owner_of, self._mirror, own=self._id))
+                other, silent = retried(self._mirror, owner_of, self._mirror, own=self._id)
             except RunError:
                 if not told:
                     raise

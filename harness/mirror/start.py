@@ -97,7 +97,7 @@ def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
     FIXED_KEYS. A missing file is ignored. If one file is damaged, both are ignored. Raises RunError if the mirror
     cannot be read."""
     try:
-        read = [retried(mirror, partial(mirror.read, name)) or b"null" for name in ("model.json", "train.json")]
+        read = [retried(mirror, mirror.read, name) or b"null" for name in ("model.json", "train.json")]
         model, train = (strict_json(content.decode("utf-8-sig")) for content in read)
         then = model and ModelConfig.model_validate(model).model_dump(mode="json")
         given = train and {key: train.get(key, default) for key, default in FIXED_KEYS.items()}
