@@ -67,9 +67,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     all_there = _files_of(mirror)
     files = without_left(run, all_there)
     refuse_own_folder(url, run)
-    if (run.path / "model.json").exists() and run.train_json.exists():
-        experiment = Experiment.load(run, Path("datasets"))
-        check_same_experiment(experiment, mirror)
+    if run.model_json.exists() and run.train_json.exists():
+        check_same_experiment(Experiment.load(run, Path("datasets")), mirror)
     refuse_if_set_aside(run, mirror, files)
     run.path.mkdir(parents=True, exist_ok=True)
     is_trained_here = is_held(run.lock_file)

@@ -40,7 +40,6 @@ from harness.runs.metrics import rough_duration
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0  # between two tries; each pause is twice the one before
 END_PATIENCE_SECONDS = 900.0  # the wait at the end of a run is given up if no byte was sent for this long
 LEAST_SPEED = 2e6  # bytes per second; that wait is longer by the time that the file in flight takes at this speed
-FILES = ("model.json", "train.json", "summary.json", "training-run-chart.png")  # sent besides metrics and results
 
 
 class Uploads:
@@ -146,8 +145,8 @@ class Uploads:
         self._versions = {name: version for name, version in self._versions.items() if name in there}
         if self._is_first:
             self._set_aside(there)
-            for name in ("model.json", "train.json"):
-                self._send_small(name, self.run.path / name)
+            for path in (self.run.model_json, self.run.train_json):
+                self._send_small(path.name, path)
             self._is_first = False
         self._whole = {path.name for path in self._wanted() if self._is_whole(path, there)}
         self._delete_incomplete(there)
@@ -273,10 +272,11 @@ class Uploads:
 
     def _small_files(self) -> Iterator[tuple[str, Path]]:
         """Yield the name in the mirror and the local path of each small file that exists."""
-        paths = [self.run.metrics, *(self.run.path / name for name in FILES)]
+        run = self.run
+        paths = (run.metrics, run.model_json, run.train_json, run.summary, run.chart)
         yield from ((path.name, path) for path in paths if path.is_file())
         # Without the secret, no other machine reads compiled code.
-        folders = [self.run.results, *([self.run.compile_cache] if CACHE_SECRET in os.environ else [])]
+        folders = [run.results, *([run.compile_cache] if CACHE_SECRET in os.environ else [])]
         for folder in filter(Path.is_dir, folders):
             for path in sorted(folder.iterdir()):
                 if path.is_file() and not path.name.startswith("."):
@@ -299,7 +299,7 @@ class Uploads:
         def is_left(name: str) -> bool:
             return step_of(name) > (shared if is_left_here(name) else self.start_step)
 
-        left = [name for name in names_in(there) if is_left(name) and f"checkpoints/{name}/{META}" in there]
+        left = [name for name in names_with_meta(there) if is_left(name)]
         if left:
             stale |= {file.name for file in (self.run.summary, self.run.chart) if not file.exists()}
         for path in there:
