@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
@@ -61,7 +61,7 @@ class Sweep(BaseModel):
     base: str = Field(min_length=1)  # the run to derive from
     name: str | None = None  # the runs' names begin with it; None: the name of the file
     set: Settings = {}  # for all runs; entries of `together` can change these
-    vary: dict[str, list[JsonValue]] = {}  # lists of values, by key
+    vary: dict[str, Annotated[list[JsonValue], Field(min_length=1)]] = {}  # lists of values, by key
     together: list[Settings] = []  # each entry sets several keys at once
     # Ceilings of `sweep_runs.py run`, for all runs together.
     max_hours: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -95,9 +95,6 @@ class Sweep(BaseModel):
                 raise ValueError(f'in "{place}": key "notify": its URL would be in the names of runs; give it in "set"')
         if not self.vary and not self.together:
             raise ValueError('keys "vary" and "together": give at least one of them; derive_run.py makes a single run')
-        for key, values in self.vary.items():
-            if not values:
-                raise ValueError(f'key "vary.{key}": has no values; give at least one, or remove the key')
         # A key must be given in one place only, with one exception: some entries of `together`, but not all, may
         # override a key of `set`.
         in_all = [key for key in together if all(key in entry for entry in self.together)]

@@ -177,7 +177,7 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
         ({"search": {}, "trials": 3}, 'key "search": unknown'),
         ({"learning_rate": [1.0]}, 'key "learning_rate": belongs in "set" (one value for all runs) or in "vary"'),
         ({"vary": {"random_seed": 1}}, 'key "vary.random_seed": input should be a valid list, not 1'),
-        ({"vary": {"random_seed": []}}, 'key "vary.random_seed": has no values'),
+        ({"vary": {"random_seed": []}}, 'key "vary.random_seed": list should have at least 1 item'),
         ({"vary": {}}, 'keys "vary" and "together": give at least one of them; derive_run.py makes a single run'),
         ({"set": {"eps": 1e-7}, "vary": {"eps": [1e-8]}}, 'key "eps": given in two of "set", "vary" and "together"'),
         ({"together": [{"eps": 1.0}, {"eps": 2.0}], "vary": {"eps": [1e-8]}}, 'key "eps": given in two of'),
