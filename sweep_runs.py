@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from harness.common.errors import UserError
+from harness.common.messages import counted
 from harness.common.options import POSITIVE, RUNS_DIR, SPEED, Group
 
 SWEEP = click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP.json")
@@ -51,9 +52,8 @@ def make(sweep: Path, runs_dir: Path) -> None:
     missing = found.missing()
     write_runs(missing)
     there = len(found.runs) - len(missing)
-    made = "1 run" if len(missing) == 1 else f"{len(missing):,} runs"
     already = f", {there:,} {'was' if there == 1 else 'were'} there already" if there else ""
-    click.echo(f"{made} made in {runs_dir}{already}")
+    click.echo(f"{counted(len(missing), 'run')} made in {runs_dir}{already}")
     for line in [*(f"  {run.name}" for run in missing), *found.overruled()]:
         click.echo(line)
 
@@ -75,7 +75,7 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
     from harness.sweeps.file import load_sweep
     from harness.sweeps.plan import Planner, describe_sweep_plan, plan_sweep
 
-    planner = Planner(datasets_dir, runs_dir, **machine)
+    planner = Planner(datasets_dir, **machine)
     click.echo(describe_sweep_plan(plan_sweep(load_sweep(sweep, runs_dir), planner), runs_dir))
 
 
@@ -123,7 +123,7 @@ def run_(
     found = load_sweep(sweep, runs_dir)
     missing = found.missing()
     RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
-    planner = Planner(datasets_dir, runs_dir, **machine)
+    planner = Planner(datasets_dir, **machine)
     limits = max_dollars or found.max_dollars, max_hours or found.max_hours
     runner = SweepRunner(found.runs, planner, TRAIN, *limits)
     if shortage := plan_sweep(found, planner).disk_shortage(runs_dir):

@@ -133,15 +133,13 @@ class Planner:
     """Planner of single runs. `groups` is the number of runs that are trained at the same time, each with `processes`
     ranks."""
 
-    def __init__(
-        self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
-    ) -> None:
+    def __init__(self, datasets_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any) -> None:
         """Raise UserError if two of the `assumed` options (those of ddp_train.py that begin with --assume) exclude each
         other. If `processes` is None, the GPUs of this machine are divided among the groups."""
         self.datasets_dir = datasets_dir
         self.groups = groups
         self.processes = processes or max(1, len(visible_gpus()) // groups)
-        self.options = TrainOptions(plan=True, runs_dir=runs_dir, **assumed)
+        self.options = TrainOptions(plan=True, **assumed)
         self.options.check(None)
         self.speeds: dict[str, PlannedSpeed] = {}  # by shape; cleared after each run, which may measure a speed
 

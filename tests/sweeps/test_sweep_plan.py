@@ -29,7 +29,7 @@ def shop(tmp_path: Path) -> Workshop:
 
 
 def plan(shop: Workshop, tps: float | None = None, groups: int = 1, **keys: Any) -> SweepPlan:
-    planner = Planner(shop.datasets, shop.runs, groups=groups, processes=1, assume_tps=tps)
+    planner = Planner(shop.datasets, groups=groups, processes=1, assume_tps=tps)
     return plan_sweep(load(shop, **keys), planner)
 
 
@@ -141,7 +141,7 @@ def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
     shop.add_run("base", model={"emb_dim": 4096, "n_layers": 1}, price_per_hour=23.92)
     sweep = load(shop, vary={"random_seed": [1]})
     for device, said in (("H200", "cost: unknown price: train.json's $23.92/h is the price of 8x H100"), ("H100", "$")):
-        found = plan_sweep(sweep, Planner(shop.datasets, shop.runs, processes=8, assume_device=device))
+        found = plan_sweep(sweep, Planner(shop.datasets, processes=8, assume_device=device))
         assert said in " ".join(describe_sweep_plan(found, shop.runs).split())
 
 
@@ -150,7 +150,7 @@ def test_price_and_ceilings_are_those_of_the_runs_own_files(shop: Workshop) -> N
     write_runs(sweep.runs)
     path = sweep.runs[0].directory.train_json
     path.write_text(json.dumps(json.loads(path.read_text()) | {"price_per_hour": 360.0, "max_hours": 0.01}))
-    found = plan_sweep(sweep, Planner(shop.datasets, shop.runs, assume_tps=10.0))
+    found = plan_sweep(sweep, Planner(shop.datasets, assume_tps=10.0))
     seconds = (TRAINING + VALIDATION) / 10
     assert [each.seconds for each in found.left] == pytest.approx([36.0, seconds])
     assert [each.dollars for each in found.left] == pytest.approx([3.6, seconds / 100])
@@ -201,13 +201,13 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("four_gpus")
 def test_gpus_are_shared_out_among_the_groups(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(groups: int, processes: int | None = None) -> list[str]:
-        planner = Planner(shop.datasets, shop.runs, groups=groups, processes=processes)
+        planner = Planner(shop.datasets, groups=groups, processes=processes)
         shares = device_groups(groups, planner.processes)
         return [variables.get("CUDA_VISIBLE_DEVICES", "all") for _, variables in shares]
 
     assert shown(2) == ["0,1", "2,3"]
     assert shown(3, 1) == ["0", "1", "2"]
-    assert Planner(shop.datasets, shop.runs).processes == 4
+    assert Planner(shop.datasets).processes == 4
     assert shown(1, 2) == ["all"]
     with pytest.raises(UserError, match="--groups 3 with 2 processes each: needs 6 GPUs, and there are 4"):
         shown(3, 2)
@@ -219,4 +219,4 @@ def test_without_gpus_groups_share_the_cores(shop: Workshop, monkeypatch: pytest
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     assert [variables for _, variables in device_groups(2, 2)] == [{"OMP_NUM_THREADS": "4"}] * 2
-    assert Planner(shop.datasets, shop.runs, groups=4).processes == 1
+    assert Planner(shop.datasets, groups=4).processes == 1

@@ -103,7 +103,7 @@ def run(
     max_dollars: float | None = None,
     max_hours: float | None = None,
 ) -> Ended:
-    planner = Planner(shop.datasets, shop.runs, groups=groups, processes=1)
+    planner = Planner(shop.datasets, groups=groups, processes=1)
     runner = SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars, max_hours)
     said, end, error = io.StringIO(), io.StringIO(), ""
     with redirect_stdout(said):
@@ -440,7 +440,7 @@ def test_a_sweep_shows_how_far_its_runs_are(shop: Workshop, monkeypatch: pytest.
     monkeypatch.setattr("harness.sweeps.run.show", shown.append)
     lines = shown if is_terminal else said
     when(lambda: any("loss 2.500" in line for line in lines), lambda: os.kill(os.getpid(), signal.SIGTERM))
-    planner = Planner(shop.datasets, shop.runs, groups=1, processes=1)
+    planner = Planner(shop.datasets, groups=1, processes=1)
     SweepRunner(sweep.runs, planner, shop.path / "in_place.py").run()
     pattern = r"run 1 of 2, s-seed1: global step \d+, \d+ %, loss 2\.500, \d+ s left"
     assert any(re.fullmatch(pattern, line) for line in lines)
@@ -452,7 +452,7 @@ def test_a_sweep_whose_output_was_closed_goes_on(shop: Workshop, monkeypatch: py
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.0)
     sweep = make(shop, vary={"random_seed": [1]})
     monkeypatch.setattr(sys, "stdout", None)
-    runner = SweepRunner(sweep.runs, Planner(shop.datasets, shop.runs, processes=1), shop.path / "in_place.py")
+    runner = SweepRunner(sweep.runs, Planner(shop.datasets, processes=1), shop.path / "in_place.py")
     with one_line_errors():  # as in sweep_runs.py
         runner.run()
         runner.report_end()
