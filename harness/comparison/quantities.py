@@ -203,17 +203,19 @@ def _slice(windows: int, context: int, start: int, split: str, dataset: object, 
     return f"{windows:,} x {context} tokens from token {start:,} of the {split} split of {dataset} ({digest[:8]})"
 
 
-def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
-    """Return the summary's field `in_summary` or, if the record has no summary, the progress's field `in_progress`.
-    Returns None if there is no such field."""
-    source, key = (record.summary, in_summary) if record.summary else (record.progress, in_progress)
+def _latest(in_summary: str, in_report: str, record: RunRecord) -> Number:
+    """Return the summary's field `in_summary` or, if the record has no summary, the field `in_report` of the run's last
+    report. Returns None if there is no such field."""
+    report = record.progress.train if record.progress else None
+    source, key = (record.summary, in_summary) if record.summary else (report, in_report)
     number: Number = getattr(source, key, None)
     return number
 
 
 def _validation_loss(record: RunRecord) -> Number:
     """Return the last validation loss. Without one, return Inconclusive for a run without validation, else None."""
-    value = _latest("final_validation_loss", "validation_loss", record)
+    summary, progress = record.summary, record.progress
+    value = summary.final_validation_loss if summary else progress.validation.loss if progress else None
     is_off = record.train and record.train.get("validation_interval") is None
     return Inconclusive("trained without validation") if value is None and is_off else value
 
@@ -498,7 +500,7 @@ def _spent(what: Literal["seconds", "dollars"], without: str, record: RunRecord)
 # The function that returns the basis of a number that the run itself recorded, by the key of the quantity. Recorded
 # numbers of other quantities, such as seconds, can always be compared.
 BASES = {"train_loss": training_basis, **dict.fromkeys(("validation_loss", "best_validation_loss"), validation_basis)}
-_train_loss = partial(_latest, "final_train_loss", "train_loss")
+_train_loss = partial(_latest, "final_train_loss", "loss")
 _speed = partial(_latest, "tokens_per_second", "tokens_per_second")
 _seconds, _dollars = (partial(_spent, what, "") for what in ("seconds", "dollars"))
 _training_seconds, _training_dollars = (partial(_spent, what, "validation") for what in ("seconds", "dollars"))

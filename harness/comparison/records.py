@@ -95,7 +95,7 @@ class RunRecord:
         is_outdated = summary is not None and _asks_for_more(run, summary)
         if summary is not None and is_outdated:
             continued = attempt(lambda: read_progress(run.metrics))
-            if continued is not None and continued.tokens_seen > (summary.tokens_seen or 0):
+            if continued is not None and continued.last.tokens_seen > (summary.tokens_seen or 0):
                 summary = None
         is_reference = not any(path.exists() for path in (run.train_json, run.summary, run.checkpoints))
         if summary is not None and summary.model and summary.train:
@@ -161,7 +161,7 @@ class RunRecord:
 
     @property
     def tokens_seen(self) -> int | None:
-        tokens: int | None = self.progress.tokens_seen if self.progress else self.recorded("tokens_seen")
+        tokens: int | None = self.progress.last.tokens_seen if self.progress else self.recorded("tokens_seen")
         return tokens
 
     @property
@@ -181,7 +181,7 @@ class RunRecord:
         if self.summary:
             return self.summary.seconds
         phases = self.meta.seconds if self.meta else {}
-        reported = self.progress.seconds if self.progress else None
+        reported = self.progress.last.seconds if self.progress else None
         if reported is None and not phases:
             return {}
         return {**phases, "total": max(reported or 0.0, sum(phases.values()))}
@@ -193,9 +193,9 @@ class RunRecord:
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
         price, meta = self.train.get("price_per_hour"), self.meta
-        if self.progress and self.progress.dollars is not None:
+        if self.progress and self.progress.last.dollars is not None:
             phases = meta.dollars if meta else {}
-            return {**phases, "total": max(self.progress.dollars, sum(phases.values()))}
+            return {**phases, "total": max(self.progress.last.dollars, sum(phases.values()))}
         if self.summary or meta is None or not meta.dollars:
             return cost_by_phase(self.seconds, price) or {}
         later = max(0.0, self.seconds.get("total", 0.0) - sum(meta.seconds.values()))
@@ -294,7 +294,7 @@ def _unfinished_state(
     said = f"last line in metrics.jsonl {rough_duration(silent)} ago" if progress else "no line in metrics.jsonl"
     if held is None:  # the lock's owner is of another machine, boot or container
         said += ", on another machine or before a reboot"
-        has_gone_on = progress is not None and meta is not None and progress.global_step > meta.global_step
+        has_gone_on = progress is not None and meta is not None and progress.last.global_step > meta.global_step
         if silent < BELIEVED_SILENCE_SECONDS and (has_gone_on or not has_diverged):
             word = "going on"
     return State(word, said)

@@ -158,7 +158,7 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
     progress = None
     with suppress(UserError, OSError):
         progress = read_progress(run.metrics)
-    step = progress.global_step if progress else None
+    step = progress.last.global_step if progress else None
     message = f"{run.path.name}: {state}" + ("" if step is None else f", last report at global step {step:,}")
     values = {"run": run.path.name, "event": event, "state": state, "step": step, "message": message}
     faults: list[str] = ["no answer in time"]

@@ -212,16 +212,11 @@ def read_metrics(path: Path) -> list[Event]:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The newest numbers in a run's metrics.jsonl; None: not reported, or not finite."""
+    """The newest events in a run's metrics.jsonl."""
 
-    global_step: int
-    tokens_seen: int
-    seconds: float | None  # of all phases
-    dollars: float | None  # likewise; None also in a line of an earlier version
-    train_loss: float | None
-    validation_loss: float | None
-    tokens_per_second: float | None
-    mfu: float | None
+    last: Event  # of any kind
+    train: TrainEvent  # without a loss if there was no report
+    validation: ValidationEvent  # likewise
     silent_seconds: float  # since the file was last changed
 
 
@@ -239,13 +234,14 @@ def describe_progress(progress: RunProgress | None, wanted: int | None, *, goes_
     """
     if progress is None:
         return "nothing reported yet"
-    parts = [f"global step {progress.global_step:,}"]
+    seen, train = progress.last.tokens_seen, progress.train
+    parts = [f"global step {progress.last.global_step:,}"]
     if wanted:
-        parts.append(percent_done(progress.tokens_seen, wanted))
-    if progress.train_loss is not None:
-        parts.append(f"loss {progress.train_loss:.3f}")
-    if goes_on and wanted and progress.tokens_per_second:
-        seconds = max(0, wanted - progress.tokens_seen) / progress.tokens_per_second
+        parts.append(percent_done(seen, wanted))
+    if train.loss is not None:
+        parts.append(f"loss {train.loss:.3f}")
+    if goes_on and wanted and train.tokens_per_second:
+        seconds = max(0, wanted - seen) / train.tokens_per_second
         parts.append(f"{rough_duration(seconds)} left")
     return ", ".join(parts)
 
@@ -259,7 +255,7 @@ def rough_duration(seconds: float) -> str:
 
 
 def read_progress(path: Path) -> RunProgress | None:
-    """Return the newest numbers in a metrics.jsonl, or None if it has no event or does not exist. Raises UserError if
+    """Return the newest events in a metrics.jsonl, or None if it has no event or does not exist. Raises UserError if
     it cannot be read."""
     last: Event | None = None
     train: TrainEvent | None = None
@@ -272,17 +268,8 @@ def read_progress(path: Path) -> RunProgress | None:
             break
     if last is None:
         return None
-    return RunProgress(
-        global_step=last.global_step,
-        tokens_seen=last.tokens_seen,
-        seconds=last.seconds,
-        dollars=last.dollars,
-        train_loss=train.loss if train else None,
-        validation_loss=validation.loss if validation else None,
-        tokens_per_second=train.tokens_per_second if train else None,
-        mfu=train.mfu if train else None,
-        silent_seconds=max(0.0, time.time() - path.stat().st_mtime),
-    )
+    train, validation = train or TrainEvent(global_step=0), validation or ValidationEvent(global_step=0)
+    return RunProgress(last, train, validation, silent_seconds=max(0.0, time.time() - path.stat().st_mtime))
 
 
 def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
