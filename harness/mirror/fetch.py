@@ -25,7 +25,7 @@ from harness.mirror.store import PIECE, Mirror, reason_of
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta
 from harness.runs.checkpoints import BEST, LATEST, choose_start, list_checkpoints, point, verify_checkpoint
-from harness.runs.directory import CHECKPOINT_NAME, RunDirectory
+from harness.runs.directory import CHECKPOINT_NAME, RunDirectory, recency, step_of
 
 ASIDE = "meta-aside.json"  # new name of a checkpoint's meta.json after the run has gone back to an earlier step
 RESULTS_ASIDE = "results-aside"  # folder for measurements of checkpoints after the step that the run went back to
@@ -33,18 +33,6 @@ FETCHING_PREFIX = ".fetching-"
 FETCHING_TRIES = 6  # with back-off: pauses of 1, 2, 4, ... seconds between them
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-
-def step_of(name: str) -> int:
-    """Return the global step in a checkpoint's name, or -1 if `name` is not such a name."""
-    match = CHECKPOINT_NAME.fullmatch(name)
-    return int(match.group(1)) if match else -1
-
-
-def recency(name: str) -> tuple[int, str]:
-    """Return a key that sorts the names of checkpoints by step, then by date. A resumed run can have two checkpoints of
-    the same step."""
-    return step_of(name), name
 
 
 def names_in(files: dict[str, int]) -> list[str]:

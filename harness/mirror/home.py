@@ -17,7 +17,6 @@ from harness.mirror.fetch import (
     fetch_results,
     names_with_meta,
     newest_in_mirror,
-    recency,
     refuse_if_set_aside,
     retried,
     tokens_of_summary,
@@ -30,7 +29,7 @@ from harness.mirror.upload import Uploads
 from harness.planning.experiment import Experiment
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import list_checkpoints
-from harness.runs.directory import RunDirectory
+from harness.runs.directory import RunDirectory, recency
 from harness.runs.metrics import TrainEvent, ValidationEvent, parse_event, rough_duration
 
 POLL_SECONDS = 10.0

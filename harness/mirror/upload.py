@@ -21,20 +21,12 @@ from tqdm import tqdm
 from harness.common.errors import UserError, signals_to
 from harness.common.files import version_of
 from harness.common.messages import GIB, abbreviated, counted
-from harness.mirror.fetch import (
-    ASIDE,
-    RESULTS_ASIDE,
-    left_by_going_back,
-    names_in,
-    names_with_meta,
-    read_remote_meta,
-    step_of,
-)
+from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, left_by_going_back, names_in, names_with_meta, read_remote_meta
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
 from harness.runs.checkpoints import BEST, LATEST, list_checkpoints, verify_checkpoint
-from harness.runs.directory import CACHE_SECRET, CHECKPOINT_NAME, RunDirectory
+from harness.runs.directory import CACHE_SECRET, CHECKPOINT_NAME, RunDirectory, step_of
 from harness.runs.metrics import rough_duration
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0  # between two tries; each pause is twice the one before

@@ -22,7 +22,7 @@ from harness.data.loader import BatchSchedule
 from harness.data.order import WindowOrder
 from harness.model.tensor_names import META
 from harness.runs.budget import Budget
-from harness.runs.directory import CHECKPOINT_NAME
+from harness.runs.directory import step_of
 from harness.runs.throughput import Measured, cost_by_phase, same_kernels
 
 OPTIMIZER = "optimizer.pt"  # file in the same folder; a checkpoint of the notebook's program may lack it
@@ -335,9 +335,9 @@ def read_meta(path: Path) -> CheckpointMeta:
     """Read the meta.json of the checkpoint folder `path`. Raises UserError if it is missing or wrong."""
     file = path / META
     meta = parse_config(CheckpointMeta, read_json_object(file), file)
-    name = CHECKPOINT_NAME.fullmatch(path.resolve().name)
-    if name and int(name.group(1)) != meta.global_step:
-        raise UserError(f'{file}: key "global_step": {meta.global_step}, but the folder is called {name.group()}')
+    name = path.resolve().name
+    if step_of(name) not in (-1, meta.global_step):
+        raise UserError(f'{file}: key "global_step": {meta.global_step}, but the folder is called {name}')
     return meta
 
 

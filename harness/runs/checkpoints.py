@@ -24,7 +24,7 @@ from harness.common.files import SAFE_NAME, check_name, check_writable, draft_fo
 from harness.common.messages import GIB, abbreviated, nearest
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
-from harness.runs.directory import CHECKPOINT_NAME, NAME_OF_SECOND, RunDirectory, unused_name
+from harness.runs.directory import NAME_OF_SECOND, RunDirectory, step_of, unused_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,9 +83,8 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     list is empty if there is no such folder."""
     if not folder.is_dir():
         return []
-    paths = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    found = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in paths]
-    return sorted((int(match.group(1)), path) for match, path in found if match)
+    found = [(step_of(path.name), path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return sorted((step, path) for step, path in found if step >= 0)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,18 @@ def unused_name(folder: Path, ending: str = "") -> Path:
         moment += 1
 
 
+def step_of(name: str) -> int:
+    """Return the global step in a checkpoint's name, or -1 if `name` is not such a name."""
+    match = CHECKPOINT_NAME.fullmatch(name)
+    return int(match.group(1)) if match else -1
+
+
+def recency(name: str) -> tuple[int, str]:
+    """Return a key that sorts the names of checkpoints by step, then by date. A resumed run can have two checkpoints of
+    the same step."""
+    return step_of(name), name
+
+
 class RunDirectory:
     """The paths in the folder of one run. `model.json` and `train.json` are the run's inputs, and `reported.json` is
     written by hand; all three may be missing. Commands write the other files."""
@@ -158,13 +170,8 @@ class RunDirectory:
         """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return that folder.
         Moves nothing and returns None if there is nothing but results of microbatch searches (-f). Raises RunError or
         OSError if a move fails."""
-
-        def links_last(path: Path) -> tuple[bool, int, str]:
-            """Return a sort key: by global step, with the links `best` and `latest` last."""
-            match = CHECKPOINT_NAME.fullmatch(path.name)
-            return path.is_symlink(), int(match.group(1)) if match else -1, path.name
-
-        entries = sorted(self.checkpoints.iterdir(), key=links_last) if self.checkpoints.is_dir() else []
+        entries = [*self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
+        entries.sort(key=lambda path: (path.is_symlink(), *recency(path.name)))  # the links `best` and `latest` last
         files = [path for path in (self.metrics, self.chart) if path.is_file()]
         measurements = [path.name for path in self.results.iterdir()] if self.results.is_dir() else []
         # The result of a microbatch search (-f) describes the device, not a trained model. If there are no other

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.mirror.fetch import step_of
+from harness.runs.directory import step_of
 from tests.support import faulty_store, file_operations
 from tests.support.jobs import for_each, said, set_pace, start, train, wait_for
 from tests.support.launch import ROOT, SAVED_OFTEN, Workshop, finish, wait_until
