@@ -172,24 +172,23 @@ class RunDirectory:
         OSError if a move fails."""
         entries = [*self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
         entries.sort(key=lambda path: (path.is_symlink(), *recency(path.name)))  # the links `best` and `latest` last
-        files = [path for path in (self.metrics, self.chart) if path.is_file()]
+        files = [path for path in (self.summary, self.metrics, self.chart) if path.is_file()]
         measurements = [path.name for path in self.results.iterdir()] if self.results.is_dir() else []
         # The result of a microbatch search (-f) describes the device, not a trained model. If there are no other
         # results, nothing is moved.
         is_measured = any(not name.startswith(SEARCH_PREFIX) for name in measurements)
-        if not entries and not files and not self.summary.is_file() and not is_measured:
+        if not entries and not files and not is_measured:
             return None
         folder = self.new_aside()
-        if self.summary.is_file():  # first: with it and without checkpoints, training is refused
-            move(self.summary, folder / self.summary.name)
+        self.set_summary_and_chart_aside(folder)  # first: with a summary and without checkpoints, training is refused
         if measurements:  # before the checkpoints: `results/` never has measurements of weights that are gone
             move(self.results, folder / self.results.name)
         if entries:  # moved one by one, because the folder may be a link to a larger disk
             (folder / self.checkpoints.name).mkdir()
         for path in entries:
             move(path, folder / self.checkpoints.name / path.name)
-        for path in files:
-            move(path, folder / path.name)
+        if self.metrics.is_file():
+            move(self.metrics, folder / self.metrics.name)
         return folder
 
     def set_measurements_aside(self, last_step: int, make_aside: Callable[[], Path]) -> None:
