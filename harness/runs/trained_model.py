@@ -296,8 +296,7 @@ def model_in_run(weights: Path, config: ModelConfig | None = None) -> ModelInRun
 def _recorded_config(folder: Path, run: RunDirectory) -> ModelConfig:
     """Return the configuration in a checkpoint's meta.json or, if that has no valid one, in the run's model.json."""
     with suppress(UserError):
-        if isinstance(read_json_object(folder / META).get("model"), dict):
-            return _config_in(folder / META)
+        return _config_in(folder / META)
     return _config_in(run.model_json)
 
 
