@@ -275,12 +275,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     from harness.model.weights import load_weights
 
     meta = read_meta(path)
-    has_scaler = (path / SCALER).exists()
     foreign = meta.is_from_notebook
     return Checkpoint(
         weights=load_weights(path / WEIGHTS),
         optimizer={} if foreign and not (path / OPTIMIZER).exists() else _load_state(path / OPTIMIZER),
-        scaler=_load_state(path / SCALER) if has_scaler else {},
+        scaler=_load_state(path / SCALER) if (path / SCALER).exists() else {},
         train_state={} if foreign else _load_state(path / TRAIN_STATE),
         meta=meta,
     )
