@@ -103,6 +103,7 @@ def summarize(
     # A run without benchmarks has no seconds of benchmarks in its summary.
     phases = dict.fromkeys(PHASES, 0.0) | meta.seconds
     seconds = {phase: took for phase, took in phases.items() if took or phase != "benchmarks"}
+    seconds_in_all = {**seconds, "total": sum(seconds.values())}
     costs = meta.costs
     dollars = {phase: round(costs.get(phase, 0.0), 6) for phase in seconds} if costs else None
     measured = state.measured(seconds["training"])
@@ -111,10 +112,7 @@ def summarize(
     used = None if rate is None else mfu(rate / meta.world_size, model.flops_per_token, meta.device)
     summary = RunSummary(
         run=run,
-        seconds={
-            **{phase: round(took, 3) for phase, took in seconds.items()},
-            "total": round(sum(seconds.values()), 3),
-        },
+        seconds={phase: round(took, 3) for phase, took in seconds_in_all.items()},
         tokens_seen=state.tokens_seen,
         trained_tokens=state.trained_tokens,
         tokens_per_second=None if rate is None else round(rate, 1),
