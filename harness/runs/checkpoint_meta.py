@@ -79,11 +79,6 @@ class TrainState(Progress):
         """Return the fields for meta.json, by name. Numbers that are not finite become None."""
         return {key: finite(value) for key, value in self}
 
-    @property
-    def trained_tokens(self) -> int:
-        """Number of tokens that this program trained on, without those that another program trained on before."""
-        return max(0, self.tokens_seen - self.foreign_tokens)
-
     def measure_from_here(self, training_seconds: float) -> None:
         """Restart the measurement of the training speed at the last completed step. `training_seconds` is how long the
         run has trained so far."""

@@ -114,7 +114,7 @@ def summarize(
         run=run,
         seconds={phase: round(took, 3) for phase, took in seconds_in_all.items()},
         tokens_seen=state.tokens_seen,
-        trained_tokens=state.trained_tokens,
+        trained_tokens=max(0, state.tokens_seen - state.foreign_tokens),
         tokens_per_second=None if rate is None else round(rate, 1),
         measured=measured.model_copy(update={"seconds": round(measured.seconds, 3)}),
         global_steps=state.global_step + 1,
