@@ -116,8 +116,7 @@ class TrainState(Progress):
         """
         self.has_diverged = False  # also if an earlier process ended because of skipped steps
         validated = [each for each in (self.val_loss, self.lowest_val_loss, self.best_loss) if each is not None]
-        lowest_val_loss = min(filter(math.isfinite, validated), default=None)
-        self.lowest_val_loss = lowest_val_loss
+        self.lowest_val_loss = min(filter(math.isfinite, validated), default=None)
         loss, window = self.train_loss, max(1, patience // 2)
         if self.lowest_loss_level is not None:
             highest = self.lowest_loss_level + 2 * DIVERGED_BY  # so that a spike is soon forgotten
@@ -137,8 +136,8 @@ class TrainState(Progress):
         self.above_level_since = since = self.global_step if since is None else since
         is_near_lowest = (
             self.val_loss is not None
-            and lowest_val_loss is not None
-            and self.val_loss <= lowest_val_loss + DIVERGED_BY / 2
+            and self.lowest_val_loss is not None
+            and self.val_loss <= self.lowest_val_loss + DIVERGED_BY / 2
         )
         self.has_diverged = self.global_step - since >= patience * interval and not is_near_lowest
 
