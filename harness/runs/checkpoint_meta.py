@@ -371,6 +371,5 @@ def upgrade_notebook_meta(
     belongs = dict(vars(provenance)) if provenance else {}
     if belongs and (path / OPTIMIZER).exists():
         belongs["train"] = {**belongs["train"], "optimizer": "adamw"}
-    unmeasured = {"seconds": {}, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
-    position = {"tokens_seen": seen, "foreign_tokens": seen, "measured_from_step": meta.global_step}
-    return meta.model_copy(update={**belongs, **position, **unmeasured})
+    counts = dict.fromkeys(("tokens_seen", "foreign_tokens", "measured_from_tokens"), seen)
+    return meta.model_copy(update={**belongs, **counts, "measured_from_step": meta.global_step})
