@@ -153,7 +153,7 @@ def known_speeds(run: RunDirectory, model: ModelConfig, train: Mapping[str, Any]
     summary = read_summary(run.summary) if run.summary.exists() else None
     if summary and summary.has_shape(model) and same_kernels(summary.train, train):
         speed, size, measured = summary.tokens_per_second, summary.microbatch_size, summary.measured
-        if speed and size and summary.accumulation_steps and measured and measured.is_believable:
+        if speed and size and summary.accumulation_steps and measured and not measured.shortfall:
             found.append(KnownSpeed(name, "measured", summary.device, summary.world_size, size, speed))
     reported = read_reported(run)
     if reported is not None and reported.layout and reported.training_speed:  # a layout needs reported.model

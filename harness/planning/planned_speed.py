@@ -124,13 +124,13 @@ def _measured_speed(
             # Summaries of earlier versions lack `measured`.
             if measured and is_alike and is_known and is_there and same_kernels(summary.train, train):
                 is_of_training = path.name == experiment.run.summary.name
-                rank = (measured.is_believable, is_here, path.parent == folder, is_of_training, measured.seconds)
+                rank = (not measured.shortfall, is_here, path.parent == folder, is_of_training, measured.seconds)
                 found.append((rank, path, summary, measured))
     if not found:
         return PlannedSpeed(None, f"no earlier run measured the speed of this model, batch and settings; {OR_A_DEVICE}")
     _, path, summary, measured = max(found, key=lambda each: each[0])
     over = f"{measured.global_steps:,} steps, {measured.tokens:,} tokens, {measured.seconds:,.1f} s"
-    if measured.is_believable:
+    if not measured.shortfall:
         source = f"measured over {over} of training on {summary.device}, in {path}"
         return PlannedSpeed(summary.tokens_per_second, source, device=find_device(summary.device))
     short = f"a plan needs at least {measured.shortfall} of training"

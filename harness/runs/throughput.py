@@ -34,14 +34,9 @@ class Measured(BaseModel):
         return self.tokens / self.seconds if self.tokens > 0 and self.seconds > 0 else None
 
     @property
-    def is_believable(self) -> bool:
-        """True if enough training was measured for the speed to be used for other runs."""
-        return not self.shortfall
-
-    @property
     def shortfall(self) -> str:
-        """The minimums (BELIEVED_STEPS, BELIEVED_SECONDS) that the measurement does not reach, as text, or "" if it
-        reaches both."""
+        """The minimums (BELIEVED_STEPS, BELIEVED_SECONDS) that the measurement does not reach, as text. The text is
+        empty if it reaches both, so that the speed can be used for other runs."""
         steps = [f"{BELIEVED_STEPS} steps"] if self.global_steps < BELIEVED_STEPS else []
         seconds = [f"{BELIEVED_SECONDS:.0f} s"] if self.seconds < BELIEVED_SECONDS else []
         return " and ".join(steps + seconds)
