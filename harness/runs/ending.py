@@ -202,12 +202,11 @@ def send_rest(run: RunDirectory, url: str) -> str | None:
 
 def run_on_end(command: list[str], run: RunDirectory, state: str) -> str | None:
     """Run the command, and return what went wrong, or None."""
-    variables: dict[str, Any] = {"RUN": run.path.name, "STATE": state, "DIRECTORY": run.path}
-    environment = os.environ | {f"DDP_PRETRAIN_{name}": str(value) for name, value in variables.items()}
+    added = {"DDP_PRETRAIN_RUN": run.path.name, "DDP_PRETRAIN_STATE": state, "DDP_PRETRAIN_DIRECTORY": str(run.path)}
     try:
         done = subprocess.run(
             command,
-            env=environment,
+            env=os.environ | added,
             stdin=subprocess.DEVNULL,
             timeout=LONGEST_SECONDS,
             check=False,
