@@ -1,18 +1,32 @@
-"""Estimated memory of a training step on a GPU: the sum of the tensors that exist at the step's peak.
+"""Memory of the optimizer, and estimated memory of a training step on a GPU: the sum of the tensors that exist at the
+step's peak.
 
 docs/LOG.md compares the estimate with torch's allocator.
 """
 
 from __future__ import annotations
 
+import math
+
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
-from harness.runs.optimizer_state import optimizer_state_bytes
+from harness.runs.optimizer_state import MOMENTS, is_muons
 from harness.runs.train_config import TrainConfig
 
-# Bytes per element. FP32: weights, gradients and, by default, the residual stream. BF16: everything else.
+# Bytes per element. FP32: weights, gradients, optimizer state and, by default, the residual stream. BF16: all else.
 FP32, BF16 = 4, 2
 CHUNK_BYTES = 2**29  # of the loss's largest chunk of logits, in bf16 (CHUNK_LOGITS in harness/model/cross_entropy.py)
+
+
+def optimizer_state_bytes(config: TrainConfig, model: ModelConfig) -> int:
+    """Return the bytes of the optimizer's state tensors (MOMENTS) for a whole model: with `shard_optimizer`, those of
+    all ranks together."""
+    assert config.optimizer in MOMENTS
+    by_muon = 0
+    if config.optimizer == "muon":
+        by_muon = sum(math.prod(shape) for name, shape in model.tensor_shapes().items() if is_muons(name, shape))
+    by_adamw = model.parameters - by_muon
+    return FP32 * (len(MOMENTS["muon"]) * by_muon + len(MOMENTS["adamw"]) * by_adamw)
 
 
 def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> int | None:

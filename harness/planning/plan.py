@@ -23,13 +23,12 @@ from harness.model.tensor_names import check_weights_file
 from harness.planning.estimated_speed import find_device
 from harness.planning.experiment import Experiment, Position, check_continuable, check_fixed_keys, find_unfinished_work
 from harness.planning.machines import hourly_price, machine_of_run
-from harness.planning.memory import step_bytes
+from harness.planning.memory import optimizer_state_bytes, step_bytes
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
 from harness.runs.budget import COUNTABLE, Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, upgrade_notebook_meta
 from harness.runs.checkpoints import list_checkpoints, open_start
-from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.throughput import cost, cost_by_phase
 from harness.runs.train_config import TrainConfig
 

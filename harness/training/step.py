@@ -6,7 +6,7 @@ To add an optimizer:
   parameter name.
 - Add a branch in `OptimizerStep.__init__`.
 - Add its name to the key `optimizer` in harness/runs/train_config.py.
-- Add its state to MOMENTS and `optimizer_state_bytes` in harness/runs/optimizer_state.py.
+- Add its state to MOMENTS (harness/runs/optimizer_state.py) and `optimizer_state_bytes` (harness/planning/memory.py).
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
+from harness.planning.memory import optimizer_state_bytes
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.checkpoints import Checkpoint
-from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
 from harness.training.adamw import AdamW
 from harness.training.muon import Muon
