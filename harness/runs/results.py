@@ -160,9 +160,7 @@ class InstructionResult(Result):
     scores: list[Number | None]  # by question; None if the judge gave no valid answer
 
 
-KINDS: dict[str, type[Result]] = {
-    str(kind.model_fields["kind"].default): kind for kind in (LossResult, BenchmarkResult, InstructionResult)
-}
+KINDS: dict[str, type[Result]] = {str(kind.model_fields["kind"].default): kind for kind in Result.__subclasses__()}
 AnyResult = TypeVar("AnyResult", bound=Result)
 # Keys of the result of a microbatch search that are equal if the search was repeated.
 SAME_SEARCH = ("device", "world_size", "asked_gib", "accumulation_steps", "model", "train")
