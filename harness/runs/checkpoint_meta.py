@@ -32,10 +32,8 @@ OPTIMIZER = "optimizer.pt"  # file in the same folder; a checkpoint of the noteb
 OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
 Amount = Annotated[float, Field(ge=0, lt=1e12)]  # of seconds or dollars
-WorldSize = Annotated[int, Field(ge=1, lt=2**31)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
 DIVERGED_BY = 0.5  # nats
-PrecisionName = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
 
 
 class Progress(BaseModel):
@@ -241,7 +239,8 @@ class ProgramAndSettings(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    precision: PrecisionName | None = None  # the one that training used, never "auto"
+    # The one that training used, never "auto"
+    precision: Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")] | None = None
     attention: str | None = None  # train.json's kernel, or FA3 or FA4; not written if torch chose or on a CPU
     versions: dict[str, str] = {}  # of the libraries, by name
     commit: str | None = None  # Git commit of this program's sources; null if unknown
@@ -273,7 +272,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     # no price was ever set.
     dollars: dict[str, Amount] = {}
     metrics_bytes: RecordedCount = 0  # size of metrics.jsonl when the checkpoint was saved
-    world_size: WorldSize | None = None
+    world_size: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     microbatch_size: RecordedCount | None = None
     accumulation_steps: RecordedCount | None = None
     device: str | None = None
