@@ -156,15 +156,6 @@ def attention_in_use(setting: str, device: torch.device) -> str | None:
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
-def explain_failed_attention(error: BaseException) -> str | None:
-    """Return a one-line message if an attention kernel raised `error`, else None."""
-    found = ATTENTION_FAILED.search(str(error))
-    return found and (
-        f'train.json: key "attention": the attention kernel failed ({found.group().strip()}); {OTHER_ATTENTION}, or '
-        "lower microbatch_size if memory may be short"
-    )
-
-
 def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
     """Disable cuDNN's attention kernel in this process if the kernel may round `drop_rate`."""
     # From 2.12 on, torch itself avoids the kernel for such rates (https://github.com/pytorch/pytorch/pull/174245).
@@ -191,7 +182,7 @@ def waiting_experts(device: torch.device, precision: str) -> str | None:
 def compute_deterministically() -> None:
     """Make all later operations of this process deterministic. Must be called before the first use of CUDA.
 
-    An operation without a deterministic form then raises RuntimeError (see `explain_nondeterminism`). Raises UserError
+    An operation without a deterministic form then raises RuntimeError (see `explain_failed_kernel`). Raises UserError
     if CUBLAS_WORKSPACE_CONFIG is set to a value that forbids this.
     """
     workspace = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
@@ -226,13 +217,19 @@ def compute_deterministically() -> None:
             setattr(inductor, name, value)
 
 
-def explain_nondeterminism(error: BaseException) -> str | None:
-    """Return a one-line message if torch raised `error` because an operation is not deterministic, else None."""
+def explain_failed_kernel(error: BaseException) -> str | None:
+    """Return a one-line message if torch raised `error` because an operation is not deterministic or because an
+    attention kernel failed, else None."""
     before, found, _ = str(error).partition(NO_DETERMINISTIC_FORM)
-    if not found:
-        return None
-    operation = before.split("\n")[-1].strip()
-    return (
-        f'train.json: key "deterministic": {operation} has no deterministic form on this device; use false, or change '
-        "the setting that causes this"
-    )
+    if found:
+        operation = before.split("\n")[-1].strip()
+        return (
+            f'train.json: key "deterministic": {operation} has no deterministic form on this device; use false, or '
+            "change the setting that causes this"
+        )
+    if failed := ATTENTION_FAILED.search(str(error)):
+        return (
+            f'train.json: key "attention": the attention kernel failed ({failed.group().strip()}); {OTHER_ATTENTION}, '
+            "or lower microbatch_size if memory may be short"
+        )
+    return None

@@ -34,7 +34,7 @@ from harness.common.processes import end_with_parent
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.data.training_data import TrainingData
 from harness.distributed.world import World, say
-from harness.model.kernels import explain_failed_attention, explain_nondeterminism, should_compile
+from harness.model.kernels import explain_failed_kernel, should_compile
 from harness.model.weights import save_weights
 from harness.planning.experiment import Experiment, check_continuable
 from harness.planning.plan import make_plan, planned_start
@@ -203,8 +203,7 @@ class MicrobatchSearcher:
                 if self._step is not None:
                     self._step.forget_gradients()  # which would take memory from the next size
                 return None
-            explanations = (explain_nondeterminism, explain_failed_attention, explain_failed_compilation)
-            for explained in filter(None, (explain(error) for explain in explanations)):
+            if explained := explain_failed_kernel(error) or explain_failed_compilation(error):
                 raise UserError(explained) from None
             raise
         return peak_of_limited_memory(self.world.device)

@@ -9,7 +9,7 @@ from harness.common.errors import EXIT, PeerError, RunError, RunStopped, UserErr
 from harness.common.memory import is_out_of_memory
 from harness.distributed.rendezvous import connection_errors_as_peer_errors
 from harness.distributed.signals import StopRequest
-from harness.model.kernels import explain_failed_attention, explain_nondeterminism
+from harness.model.kernels import explain_failed_kernel
 
 
 @contextmanager
@@ -30,8 +30,8 @@ def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None
             raise RunStopped(stop.signal) from None
         raise
     except (RuntimeError, MemoryError, OSError, ImportError) as error:
-        is_torchs = isinstance(error, RuntimeError)  # the text of an OSError may hold any path
-        if is_torchs and (explained := explain_nondeterminism(error) or explain_failed_attention(error)):
+        # not for an OSError, whose text may hold any path
+        if isinstance(error, RuntimeError) and (explained := explain_failed_kernel(error)):
             raise UserError(explained) from None
         if not is_out_of_memory(error):
             raise

@@ -30,8 +30,7 @@ from harness.distributed.watchdog import FIRST_EXCHANGE, Place
 from harness.distributed.world import World, say
 from harness.model.kernels import (
     NOT_COMPILED,
-    explain_failed_attention,
-    explain_nondeterminism,
+    explain_failed_kernel,
     is_compiled,
     run_eagerly,
     should_compile,
@@ -205,7 +204,7 @@ class OptimizerStep:
             self.accumulate([microbatch], exchange=False)
             self.model.zero_grad(set_to_none=True)  # None, as before: they are not views of DDP's buckets yet
         except TorchDynamoException as error:
-            if is_out_of_memory(error) or explain_nondeterminism(error) or explain_failed_attention(error):
+            if is_out_of_memory(error) or explain_failed_kernel(error):
                 raise
             failure = _reason(error)
         failures = [each for each in world.gather(failure) if each is not None]

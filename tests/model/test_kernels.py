@@ -122,7 +122,7 @@ def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
     line = str(refused.value)
     assert line.startswith('train.json: key "deterministic": put_ has no deterministic form on this device; use false')
     assert "\n" not in line
-    assert kernels.explain_nondeterminism(RuntimeError("another error")) is None
+    assert kernels.explain_failed_kernel(RuntimeError("another error")) is None
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_failed_attention_kernel_is_one_line(text: str) -> None:
     assert line.startswith('train.json: key "attention": the attention kernel failed (')
     assert line.endswith('"cudnn", "flash" or "efficient", or lower microbatch_size if memory may be short')
     assert "\n" not in line
-    assert kernels.explain_failed_attention(RuntimeError("CUDA out of memory")) is None
+    assert kernels.explain_failed_kernel(RuntimeError("CUDA out of memory")) is None
 
 
 def test_on_the_cpu_kernels_that_are_chosen_for_gpus_change_no_bit(shop: Workshop) -> None:
