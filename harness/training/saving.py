@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -85,14 +86,11 @@ class HostCopies:
         """
         tensors: list[Tensor] = []
         replace_tensors(tree, tensors.append)
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        memory, places = self._room(end).numpy(), iter(starts)
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        memory, starts = self._room(sum(sizes)).numpy(), accumulate(sizes, initial=0)
 
         def copied(tensor: Tensor) -> Tensor:
-            start = next(places)
+            start = next(starts)
             # with its own storage, because torch.save would otherwise write the whole buffer for each tensor
             place = torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
             return place if tensor.is_meta else place.copy_(tensor, non_blocking=True)
