@@ -7,7 +7,6 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,6 @@ OPERATION = f"linear_cross_entropy_{sha256(Path(__file__))[:16]}"
 # Number of logits on which `eager_kernel` works at once. On a CPU it is per thread, and small enough for the caches; on
 # a GPU it is large enough to keep the device busy.
 SLICE_LOGITS = {"cpu": 2**20, "cuda": 2**25}
-
-Kernel = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
 
 
 def linear_cross_entropy(
@@ -294,7 +291,7 @@ def _compiled_kernel(
 
 
 @cache
-def _compile() -> Kernel:
+def _compile() -> Any:
     # Only the number of rows varies, and it is marked as dynamic. A constant width keeps memory accesses aligned and
     # vectorized.
     return torch.compile(fused_kernel, dynamic=False, fullgraph=True)
