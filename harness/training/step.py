@@ -265,4 +265,5 @@ def build_training_step(
             trained = DistributedDataParallel(
                 model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
             )
-    return OptimizerStep(trained, config, partition or StatePartition.for_world(world), world.watchdog.beat)
+    partition = partition or StatePartition(world.rank, world.size, is_connected=world.size > 1)
+    return OptimizerStep(trained, config, partition, world.watchdog.beat)

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.distributed.world import World
-
 # Shards with fewer elements than this are packed into one broadcast, because each broadcast has a fixed cost.
 SMALL_PIECE = 2**18
 # Tensors of optimizer state, or their shapes: by parameter name, then by the optimizer's key, such as "exp_avg".
@@ -81,11 +79,6 @@ class StatePartition:
     rank: int = 0
     size: int = 1
     is_connected: bool = False
-
-    @classmethod
-    def for_world(cls, world: World) -> StatePartition:
-        """Return the partition over all ranks of `world`."""
-        return cls(world.rank, world.size, world.size > 1)
 
     def cut(self, sizes: Mapping[str, int]) -> list[Shard]:
         """Cut parameters of the given sizes (numbers of elements, by name) into shards, and return the shards. Each

@@ -72,7 +72,7 @@ def train(keys, saved, sharded):
     settings = TrainConfig(**{key: value for key, value in keys.items() if key != "moe"}, shard_optimizer=sharded)
     torch.manual_seed(0)
     model = GPTModel(ModelConfig(**shape))
-    step = OptimizerStep(model, settings, StatePartition.for_world(world))
+    step = OptimizerStep(model, settings, StatePartition(world.rank, world.size, is_connected=world.size > 1))
     if saved is not None:
         model.load_state_dict(saved["weights"])
         step.optimizer.load_named_state(copy.deepcopy(saved["state"]))  # both ways of training begin with it
