@@ -86,7 +86,7 @@ class Checkpointer:
             aside = self.world.on_rank0(self.run.set_results_aside)
             if aside:
                 say(self.world, f"Earlier results are now in {aside}")
-            self.reporter.starting(self.step.precision)
+            self.reporter.starting()
         # Warm up after the weights are loaded and before any state is restored, because a forward and backward pass
         # changes states.
         self.step.warm_up(loader.microbatch(0), self.world)
@@ -101,7 +101,7 @@ class Checkpointer:
             seed_for_rank(seed, rank, first_step)
         else:
             restore_ranks(saved, start, self.meter, self.world, seed=seed, step=first_step)
-        self.reporter.starting(self.step.precision, saved)
+        self.reporter.starting(saved)
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
     def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:

@@ -119,23 +119,22 @@ class Reporter:
         self.slow_ranks = SlowRanks()
         self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
         self.skipped_in_a_row = 0  # consecutive skipped steps, as of the last report
-        steps = prepared.position.total_steps - prepared.position.first_step
-        self._last_token = prepared.position.tokens_seen + prepared.batches.tokens_before(steps)
+        self._last_token = prepared.position.tokens_seen + prepared.tokens()
         self._reports = 0
         self._second_report: tuple[int, dict[str, float]] = (0, {})  # tokens seen and seconds by phase
         # Tokens seen and seconds of training at the last report.
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
-    def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
+    def starting(self, saved: Checkpoint | None = None) -> None:
         """Print the number of steps to do, and the tokens of a step. For a new run, also print the model's size,
         devices and precision. With `saved`, the checkpoint to continue from, also print what has changed since."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
-        steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"
-        left = f"{steps} of {' to '.join(dict.fromkeys([sizes[0], sizes[-1]]))} tokens"
+        left = f"{len(prepared.steps):,} global steps of {' to '.join(dict.fromkeys([sizes[0], sizes[-1]]))} tokens"
+        now, best = prepared.step_config.precision, Precision.for_training(config.precision, self.world.device).name
         if start is None or saved is None:
             size = f"{prepared.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
-            lines = [f"{self.run.path.name}: {size}, {precision.name}, {left}"]
+            lines = [f"{self.run.path.name}: {size}, {now}, {left}"]
         else:
             lines = [f"{self.run.path.name}: continuing from {start.name}, {left} to go"]
         attention = attention_in_use(config.attention, self.world.device)
@@ -153,7 +152,6 @@ class Reporter:
                 tokens = prepared.position.tokens_seen
                 lines += [f"  the checkpoint is by another program: its {taken} are used, and {tokens:,} tokens"]
                 lines += ["  are counted as seen, as many as this run has in the same number of global steps"]
-            now, best = precision.name, Precision.for_training(config.precision, self.world.device).name
             if saved.meta.precision not in (None, now):
                 lines += [f"  precision: {saved.meta.precision} -> {now}"]
             if now != best:
