@@ -273,26 +273,21 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     if options.restart:
         experiment.check_restart()
     experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine
-    mirrored = None
     # If torchrun starts this process again, the first start has applied CHECKPOINT and --restart.
     is_alone = here.world_size == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    if here.rank == 0 and not options.find and (options.plan or is_alone):
-        from harness.mirror.start import look
-
-        mirrored = look(experiment, options, checkpoint)
-    if options.plan:
-        from harness.planning.plan import print_plan
-
-        if here.rank == 0:
-            print_plan(experiment, checkpoint, options.processes or here.world_size, options, mirrored)
-        return
-    if is_alone and not options.find:
-        from harness.planning.plan import checked_plan
-
-        # find errors before torch is imported and other ranks are started
-        checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart, mirrored=mirrored)
     if here.rank == 0 and not options.find:
-        check_on_end(found, experiment.config)
+        from harness.mirror.start import look
+        from harness.planning.plan import checked_plan, print_plan
+
+        mirrored = look(experiment, options, checkpoint) if options.plan or is_alone else None
+        if options.plan:
+            print_plan(experiment, checkpoint, options.processes or here.world_size, options, mirrored)
+        elif is_alone:  # find errors before torch is imported and other ranks are started
+            checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart, mirrored=mirrored)
+        if not options.plan:
+            check_on_end(found, experiment.config)
+    if options.plan:
+        return
 
     def watch(rank0: int) -> None:
         if not options.find:
