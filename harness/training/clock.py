@@ -66,9 +66,5 @@ class Clock:
     def ceilings(self, config: TrainConfig) -> dict[str, float]:
         """Return the seconds that are left until the run reaches `max_hours` and `max_dollars`, by these keys. A key
         that `config` does not set is left out."""
-        return config.ceilings(self.total, sum(self.spent().get("dollars", {}).values()))
-
-    @property
-    def total(self) -> float:
-        """Seconds of all phases up to now."""
-        return sum(self.now().values())
+        spent = self.spent()
+        return config.ceilings(sum(spent["seconds"].values()), sum(spent.get("dollars", {}).values()))
