@@ -115,8 +115,8 @@ def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: 
     then the train split. If a split would get no document, append the whole pool to `stream`, write no files, and
     return an empty list.
     """
-    documents = np.concatenate([np.zeros((0, 2), np.int64), *pool.documents()])
-    length = int(sum(block[:, 1].sum() for block in (documents, *stream.documents())))
+    documents, others = pool.documents(), stream.documents()
+    length = int(documents[:, 1].sum() + others[:, 1].sum())
     total = (pool.size + stream.size).documents
     parts = [(at, min(DOCUMENTS_PER_READ, total - at)) for at in range(0, total, DOCUMENTS_PER_READ)]
     drawn = np.concatenate([draws(*part)[rules.in_pool(*part)] for part in parts])
@@ -124,7 +124,7 @@ def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: 
     order = np.argsort(drawn, kind="stable")
     left = order[~np.isin(order, np.concatenate([np.zeros(0, np.int64), *chosen.values()]))]
     if not (all(map(len, chosen.values())) and stream.size.documents + len(left)):
-        stream.append_documents(pool, documents, np.arange(len(documents)))
+        stream.append_documents(pool, np.arange(len(documents)))
         return []
     splits = []
     for name in rules.held_out():
@@ -134,8 +134,8 @@ def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: 
             copy_documents(pool.path, documents[:, 0] * pool.dtype.itemsize, chosen[name], file)
         splits.append(Split(name, 0, tokens, len(chosen[name]), split_length))
         length -= split_length
-    longest = max(int(block[:, 0].max(initial=0)) for block in (documents[left], *stream.documents()))
-    stream.append_documents(pool, documents, left)
+    longest = max(int(sizes[:, 0].max(initial=0)) for sizes in (documents[left], others))
+    stream.append_documents(pool, left)
     return [Split("train", 0, stream.size.tokens, stream.size.documents, length, longest), *splits]
 
 
@@ -147,11 +147,8 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
     counts = [round(share * size.documents) for share in shares.values()]
     names, counts = ["train", *shares], [size.documents - sum(counts), *counts]
     if min(counts) > 0:
-        totals, first = np.zeros((len(counts), 2), np.int64), 0
-        for sizes in stream.documents():
-            owner = np.searchsorted(np.cumsum(counts), np.arange(first, first + len(sizes)), side="right")
-            np.add.at(totals, owner, sizes)
-            first += len(sizes)
+        of_splits = np.split(stream.documents(), np.cumsum(counts)[:-1])
+        totals = np.array([sizes.sum(axis=0) for sizes in of_splits])
         starts = np.cumsum(totals[:, 0]) - totals[:, 0]
         found = zip(names, starts.tolist(), counts, totals.tolist(), strict=True)
         splits = [Split(name, start, tokens, count, length) for name, start, count, (tokens, length) in found]

@@ -82,9 +82,9 @@ class TokenStream:
             self._open = sums[-1] - (at_ends[-1] if len(at_ends) else 0)
         self.size = StreamSize(self.size.documents + len(documents), self.size.tokens + len(tokens))
 
-    def append_documents(self, source: TokenStream, sizes: np.ndarray, places: np.ndarray) -> None:
-        """Append documents of the stream `source`: those with the numbers `places`, in this order. `sizes`, (documents,
-        2), counts the tokens and bytes of each document of `source`."""
+    def append_documents(self, source: TokenStream, places: np.ndarray) -> None:
+        """Append documents of the stream `source`: those with the numbers `places`, in this order."""
+        sizes = source.documents()
         copy_documents(source.path, sizes[:, 0] * self.dtype.itemsize, places, self._tokens)
         self._index.write(sizes[places].astype(INDEX_DTYPE.base).tobytes())
         self.size += StreamSize(len(places), int(sizes[places, 0].sum()))
@@ -109,11 +109,9 @@ class TokenStream:
         count = max(0, min(count, self.size.tokens - start))
         return np.fromfile(self.path, self.dtype, count, offset=HEADER_BYTES + start * self.dtype.itemsize)
 
-    def documents(self) -> Iterator[np.ndarray]:
-        """Yield the sizes of the documents in order, in blocks of (documents, 2) int64: tokens and bytes."""
-        with self.index_path.open("rb") as file:
-            while block := file.read(DOCUMENTS_PER_READ * INDEX_DTYPE.itemsize):
-                yield np.frombuffer(block, "<i8").reshape(-1, 2)
+    def documents(self) -> np.ndarray:
+        """Return the sizes of the documents in order, (documents, 2) int64: tokens and bytes."""
+        return np.fromfile(self.index_path, "<i8").reshape(-1, 2)
 
 
 @contextmanager
@@ -183,20 +181,19 @@ def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
     buckets = [TokenStream(folder / f"{number}.tokens", stream.dtype) for number in range(2**bits)]
     for each in (target, *buckets):
         each.open_at(StreamSize())
-    first = 0
+    documents = stream.documents()
     with stream.path.open("rb") as source:
         source.seek(HEADER_BYTES)
-        for sizes in stream.documents():
+        for first in range(0, len(documents), DOCUMENTS_PER_READ):
+            sizes = documents[first : first + DOCUMENTS_PER_READ]
             lengths = (sizes[:, 0] * stream.dtype.itemsize).tolist()
             numbers = owners[first : first + len(sizes)].tolist()
             for number, document, length in zip(numbers, sizes, lengths, strict=True):
                 copy(source, buckets[number]._tokens, length)
                 buckets[number]._index.write(document.tobytes())
-            first += len(sizes)
     for number, bucket in enumerate(buckets):
         bucket.close()
-        sizes = np.concatenate([np.zeros((0, 2), np.int64), *bucket.documents()])
-        target.append_documents(bucket, sizes, np.argsort(keys[owners == number], kind="stable"))
+        target.append_documents(bucket, np.argsort(keys[owners == number], kind="stable"))
         bucket.delete()
     target.flush()  # before `stream` may be deleted
     target.close()
