@@ -197,32 +197,30 @@ def _tokenize(
         pool.flush()
         work.save(phase)
 
-    total, committed, empty = journal.here.total, journal.here.total.tokens, journal.here.empty
-    left_out = journal.here.left_out
+    here, committed = journal.here, journal.here.total.tokens
     is_open = False  # True if the last document continues in the next batch
     try:
         for encoded in batches:
             batch = encoded.batch
             numbers = np.cumsum(encoded.ends) - encoded.ends  # number of each piece's document within the batch
-            in_pool = rules.in_pool(total.documents, len(numbers))[numbers]
-            wanted = _begin_within(most, total, encoded.sizes[:, 0], numbers, is_open=is_open)
+            in_pool = rules.in_pool(here.total.documents, len(numbers))[numbers]
+            wanted = _begin_within(most, here.total, encoded.sizes[:, 0], numbers, is_open=is_open)
             text.append(encoded, ~in_pool & wanted)
             pool.append(encoded, in_pool & wanted)
-            total = text.size + pool.size
-            empty += batch.empty
-            left_out += encoded.left_out
+            empty, left_out = here.empty + batch.empty, here.left_out + encoded.left_out
+            here = Mark(batch.file, batch.documents, empty, left_out, text.size, pool.size)
             is_open = len(encoded.ends) > 0 and not encoded.ends[-1]
             if not wanted.all():
-                journal.here = Mark(batch.file, batch.documents, empty, left_out, text.size, pool.size)
+                journal.here = here
                 break
             if not batch.pieces or batch.pieces[-1].ends:  # work can be resumed only at the end of a document
-                journal.here = Mark(batch.file, batch.documents, empty, left_out, text.size, pool.size)
+                journal.here = here
                 if not batch.documents:
-                    journal.file_start = journal.here
-                if total.tokens - committed >= COMMIT_TOKENS:
+                    journal.file_start = here
+                if here.total.tokens - committed >= COMMIT_TOKENS:
                     save("reading")
-                    committed = total.tokens
-            show(encoded, total)
+                    committed = here.total.tokens
+            show(encoded, here.total)
         save("read")
     except (UserError, RunError, KeyboardInterrupt):
         with suppress(OSError):
