@@ -6,7 +6,6 @@ import glob
 import io
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -298,23 +297,20 @@ def reading_progress(files: Sequence[TextFile], begin: Mark) -> Iterator[Show]:
     """Yield a function that shows the progress. Call the function with each encoded batch and the size of the output so
     far. If standard error is a terminal, the function draws a bar. If not, it prints lines to standard output."""
     before = [0, *itertools.accumulate(file.size for file in files)]
-    is_terminal, began = sys.stderr.isatty(), time.monotonic()
+    is_terminal = sys.stderr.isatty()
     shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}
     if not is_terminal:
-        shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES}
+        shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES, "miniters": 0}
     with tqdm(total=before[-1], **shape) as bar:
-        shown = began
 
         def show(encoded: Encoded, size: StreamSize) -> None:
-            nonlocal shown
-            now, position = time.monotonic(), before[encoded.batch.file] + encoded.batch.position
+            elapsed, position = bar.format_dict["elapsed"], before[encoded.batch.file] + encoded.batch.position
             bar.initial = bar.initial or position  # the time left is estimated from the first batch of this process on
-            numbers = size.documents, size.tokens, (size.tokens - begin.total.tokens) / max(now - began, 1e-9)
+            numbers = size.documents, size.tokens, (size.tokens - begin.total.tokens) / max(elapsed, 1e-9)
             documents, tokens, speed = (f"{each:.0f}" if each < 1000 else tqdm.format_sizeof(each) for each in numbers)
             bar.set_postfix_str(f"{documents} documents, {tokens} tokens, {speed} tokens/s", refresh=False)
-            bar.update(position - bar.n)
-            if not is_terminal and now - shown >= SECONDS_BETWEEN_LINES:
-                shown = now
+            was_due = bar.update(position - bar.n)  # true once in `mininterval`
+            if was_due and not is_terminal:
                 print(bar, flush=True)
 
         yield show
