@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter
 
 from harness.common.errors import UserError, os_errors_as
 from harness.common.files import check_name, rename_whole, replace_text
@@ -21,6 +22,7 @@ from harness.data.preparation.stream import StreamSize
 DATASET_FILES = {"meta.json", "README.md", "tokenizer.json", *(f"{split}.safetensors" for split in SPLITS)}
 
 Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
+Kind = TypeVar("Kind")
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -65,7 +67,8 @@ class Mark:
     empty: int = 0  # documents without text so far, in all files
     left_out: int = 0  # documents so far that occur in a held-out split
     size: StreamSize = field(default_factory=StreamSize)  # of the stream with the documents that are not in the pool
-    pool: StreamSize = field(default_factory=StreamSize)  # of the pool: documents that may be held out
+    # of the pool: documents that may be held out; earlier versions saved none
+    pool: StreamSize = field(default_factory=StreamSize)
 
     @property
     def total(self) -> StreamSize:
@@ -85,24 +88,14 @@ class Journal:
     splits: list[Split] = field(default_factory=list)  # empty until they are chosen
 
 
-def _journal(content: dict[str, Any]) -> Journal:
-    """Parse the contents of a journal file. In files of earlier versions, a Mark has no "pool"."""
-    marks = {
-        key: Mark(**mark | {"size": StreamSize(**mark["size"]), "pool": StreamSize(**mark.get("pool", {}))})
-        for key, mark in content.items()
-        if key in ("here", "file_start")
-    }
-    return Journal(**content | marks | {"splits": [Split(**each) for each in content["splits"]]})
-
-
-def _read(path: Path, make: Callable[[Any], Any]) -> Any:
-    """Return `make` applied to the contents of a JSON file, or None if the file does not exist. Raises UserError if the
-    file is damaged."""
+def _read(path: Path, kind: type[Kind]) -> Kind | None:
+    """Return the contents of a JSON file as an instance of `kind`, or None if the file does not exist. Raises UserError
+    if the file is damaged."""
     try:
-        return make(json.loads(path.read_bytes()))  # pydantic would take 5 MiB of memory
+        return TypeAdapter(kind).validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except ValueError:
         raise UserError(f"{path}: damaged; begin again with --restart") from None
 
 
@@ -185,7 +178,7 @@ class WorkFolder:
         if restart:
             self._clear()
         known_files = self.path / "files.json"
-        journal, known = _read(self.journal_path, _journal), _read(known_files, list) or files
+        journal, known = _read(self.journal_path, Journal), _read(known_files, list[list[str]]) or files
         is_same = journal is not None and journal.options == options and known == files
         if journal is None or not (journal.here.total.tokens or is_same):
             self._clear()
@@ -227,7 +220,7 @@ class WorkFolder:
     def leave(self) -> None:
         """Delete the work folder and then the empty parent folders that `open` created, unless the journal records
         tokens."""
-        journal = _read(self.journal_path, _journal)
+        journal = _read(self.journal_path, Journal)
         if journal is None or not journal.here.total.tokens:
             with suppress(OSError):
                 self._remove()
