@@ -70,10 +70,8 @@ def verify(dataset: Dataset) -> list[str]:
     meta, tokenizer = dataset.meta, load_tokenizer(dataset.tokenizer)
     right: list[str] = []
     wrong: list[str] = []
-    for key, said, found in (
-        ("vocab_size", meta.vocab_size, tokenizer.vocab_size),
-        ("eot_token", meta.eot_token, tokenizer.eot_token),
-    ):
+    for key in ("vocab_size", "eot_token"):
+        said, found = getattr(meta, key), getattr(tokenizer, key)
         if said not in {None, found}:
             wrong.append(f"meta.json: {key} is {said}, but the tokenizer has {found}")
     tokenizer_hash = (meta.model_extra or {}).get("tokenizer_sha256")
