@@ -147,18 +147,24 @@ def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: 
     )
 
 
-def _ngrams_by_document(file: TokenFile, eot_token: int, below: np.uint64) -> tuple[np.ndarray, np.ndarray]:
+def document_ngrams(tokens: np.ndarray, eot_token: int, below: np.uint64) -> tuple[np.ndarray, np.ndarray]:
     """Hash the 13-grams that lie within one document. Return the hashes less than `below`, (hashes,) uint64, and the
-    number of each hash's document, (hashes,) int32."""
+    number of each hash's document, (hashes,) int32. The first token is of document 0."""
+    hashes, is_end = ngram_hashes(tokens), tokens == eot_token
+    numbers = is_end.cumsum(dtype=np.int32)  # per token: documents that end with it or before it
+    firsts, lasts = numbers[: len(hashes)], numbers[NGRAM - 1 :]
+    is_chosen = (firsts == lasts) & ~is_end[: len(hashes)] & (hashes < below)
+    return hashes[is_chosen], firsts[is_chosen]
+
+
+def _ngrams_by_document(file: TokenFile, eot_token: int, below: np.uint64) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `document_ngrams` returns for all tokens of a split."""
     ended = 0
     hashes, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int32)]
     for start in range(0, len(file), READ_TOKENS):
         tokens = file.read(start, READ_TOKENS + NGRAM - 1)
-        own, is_end = ngram_hashes(tokens), tokens == eot_token
-        numbers = ended + is_end.cumsum(dtype=np.int32)  # per token: documents that end with it or before it
-        firsts, lasts = numbers[: len(own)], numbers[NGRAM - 1 :]
-        is_chosen = (firsts == lasts) & ~is_end[: len(own)] & (own < below)
-        hashes.append(own[is_chosen])
-        owners.append(firsts[is_chosen])
-        ended += int(is_end[:READ_TOKENS].sum())
+        own, documents = document_ngrams(tokens, eot_token, below)
+        hashes.append(own)
+        owners.append(ended + documents)
+        ended += int((tokens[:READ_TOKENS] == eot_token).sum())
     return np.concatenate(hashes), np.concatenate(owners)

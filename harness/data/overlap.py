@@ -16,7 +16,7 @@ import numpy as np
 
 from harness.common.errors import UserError, explained
 from harness.data.dataset import Dataset
-from harness.data.ngrams import COPIED_SHARE, NGRAM, NgramIndex, documents_of, ngram_hashes, sampled_below
+from harness.data.ngrams import COPIED_SHARE, NgramIndex, document_ngrams, documents_of, ngram_hashes, sampled_below
 from harness.data.preparation.encode import Encoded
 from harness.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -69,12 +69,7 @@ class HeldOutHashes:
         for piece, number in zip(encoded.batch.pieces, numbers.tolist(), strict=True):
             texts[number].append(piece.text)
         is_known = np.array([digest("".join(text)) in self.texts for text in texts])
-        hashes = ngram_hashes(encoded.tokens)
-        documents = np.repeat(numbers, encoded.sizes[:, 0])
-        owners = documents[: len(hashes)]
-        is_chosen = (owners == documents[NGRAM - 1 :]) & (hashes < self.below)
-        is_chosen &= encoded.tokens[NGRAM - 1 :] != self.eot_token  # held-out documents were hashed without this token
-        hashes, owners = hashes[is_chosen], owners[is_chosen]
+        hashes, owners = document_ngrams(encoded.tokens, self.eot_token, self.below)
         there, of = (np.bincount(each, minlength=count) for each in (owners[self.ngrams.find(hashes)[0]], owners))
         known: np.ndarray = is_known | (there > COPIED_SHARE * of)
         return known
