@@ -227,7 +227,6 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
     if not path.exists():  # last, because write_header cuts off the other splits' tokens
         write_header(stream.path, stream.dtype, train.tokens)
         stream.path.rename(path)
-        sync(folder)
 
 
 def write_dataset_meta(

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from harness.common.errors import UserError
-from harness.common.files import sync
 from harness.common.messages import abbreviated, is_unicode
 from harness.data.preparation.splits import Split
 from harness.data.preparation.stream import token_file
@@ -158,5 +157,4 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
                 documents += int((block == tokenizer.eot_token).sum())
                 length += int(byte_lengths[block].sum())
                 file.write(block.astype(tokenizer.dtype, copy=False).data)
-    sync(folder)
     return Split(split, 0, tokens, documents, length)
