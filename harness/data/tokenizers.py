@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, os_errors_as
 
 END_OF_TEXT = "<|endoftext|>"
 LONGEST_WORD = 2**14  # bytes, when a tokenizer is trained
@@ -208,12 +208,10 @@ def load_bpe(path: Path) -> Tokenizer:
     a token that a byte-level BPE cannot have."""
     import tokenizers
 
+    with os_errors_as(UserError, str(path)):
+        content = path.read_bytes()
     try:
-        backend: Any = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        backend: Any = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises nothing more precise
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: not a readable tokenizer file: {reason}; give an undamaged tokenizer.json") from None

@@ -121,7 +121,7 @@ def test_a_missing_or_damaged_file_is_named_on_one_line(tmp_path: Path, trained_
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_bytes(trained_file.read_bytes()[:-100] if content == "cut" else content)
-    problem = "no such file" if content is None else "not a readable tokenizer file"
+    problem = "No such file or directory" if content is None else "not a readable tokenizer file"
     assert f"tokenizer.json: {problem}" in refusal(load_tokenizer, path)
 
 
