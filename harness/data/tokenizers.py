@@ -8,6 +8,7 @@ import codecs
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +26,30 @@ ALL_BYTES = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), *rang
 ROUND_TRIP_PROBE = f"x  a  b\r\n\tE\u0301 \ufb01 日本 \U0001f40d {END_OF_TEXT} {ALL_BYTES} "
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Tokenizer:
     """Tokenizer that converts text to token ids and back without loss. The name of a special token inside a text is
     encoded as ordinary text."""
 
-    def __init__(
-        self,
-        token_bytes: Sequence[bytes],
-        eot_token: int,
-        special_tokens: Collection[int],
-        encode: Callable[[str], np.ndarray],
-        place: str | Path,
-    ) -> None:
-        """Store the vocabulary.
+    token_bytes: list[bytes]  # of each token id
+    eot_token: int
+    special_tokens: Collection[int]  # ids of all special tokens, including end-of-text, which do not count as text
+    encoder: Callable[[str], np.ndarray]  # returns the token ids of a text as (tokens,) uint32
+    place: str | Path  # name or file from which the tokenizer was loaded
 
-        - `token_bytes`: the bytes of each token id.
-        - `special_tokens`: ids of all special tokens, including end-of-text. They do not count as text.
-        - `encode`: function that returns the token ids of a text as (tokens,) uint32.
-        - `place`: name or file from which the tokenizer was loaded.
-        """
-        self.vocab_size = len(token_bytes)
-        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)  # dtype of the tokens in a dataset
-        self.eot_token = eot_token
-        self._token_bytes = token_bytes
-        self._special_tokens = special_tokens
-        self._encode = encode
-        self.place = place
+    @property
+    def vocab_size(self) -> int:
+        return len(self.token_bytes)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the tokens in a dataset."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     def has_tokens_of(self, other: Tokenizer) -> bool:
         """Return True if every token id decodes to the same bytes in both tokenizers, and both have the same
         end-of-text token."""
-        return self.eot_token == other.eot_token and list(self._token_bytes) == list(other._token_bytes)
+        return self.eot_token == other.eot_token and self.token_bytes == other.token_bytes
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text. Raises UserError if the text has a lone surrogate."""
@@ -69,7 +63,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             text = f"character {error.start} is half of a surrogate pair; remove it"
             raise UserError(f"text is not valid Unicode: {text}") from None
-        return self._encode(text)
+        return self.encoder(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`. Bytes that are not valid UTF-8 become U+FFFD. Raises UserError for an id that is
@@ -77,7 +71,7 @@ class Tokenizer:
         for token in tokens:
             if not 0 <= token < self.vocab_size:
                 raise UserError(f"token id {token} cannot be decoded: it must be between 0 and {self.vocab_size - 1}")
-        return b"".join([self._token_bytes[token] for token in tokens]).decode(errors="replace")
+        return b"".join([self.token_bytes[token] for token in tokens]).decode(errors="replace")
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text of each token in turn, and at the end one more text, for an unfinished character. A character
@@ -85,13 +79,13 @@ class Tokenizer:
         vocabulary."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
-            yield decoder.decode(self._token_bytes[token])
+            yield decoder.decode(self.token_bytes[token])
         yield decoder.decode(b"", final=True)
 
     def token_byte_lengths(self) -> np.ndarray:
         """Return the number of bytes of each token's text, (vocab_size,) int64. It is 0 for special tokens."""
-        lengths = np.array([len(text) for text in self._token_bytes], dtype=np.int64)
-        lengths[list(self._special_tokens)] = 0
+        lengths = np.array([len(text) for text in self.token_bytes], dtype=np.int64)
+        lengths[list(self.special_tokens)] = 0
         return lengths
 
 
