@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness.common.errors import UserError
-from harness.data.dataset import Dataset, TokenFile, check_token_ids, is_present
+from harness.data.dataset import Dataset, TokenFile, check_token_ids
 
 
 class JoinedTokens:
@@ -102,9 +102,3 @@ class TrainingData:
                 digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
                 recorded[split] = {"tokens": sum(each["tokens"] for _, each in own), "sha256": digest}
         return recorded
-
-
-def are_present(datasets_dir: Path, names: Iterable[str], splits: list[str]) -> bool:
-    """Return True if all of these datasets are on this machine, with the files of `splits`. Raises UserError as
-    `is_present` does."""
-    return all(is_present(datasets_dir, name, splits) for name in names)

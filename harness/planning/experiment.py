@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.common.errors import UserError, explained
-from harness.data.dataset import dataset_folder
+from harness.data.dataset import dataset_folder, is_present
 from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.data.order import WindowOrder
-from harness.data.training_data import TrainingData, are_present
+from harness.data.training_data import TrainingData
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.rates import build_schedule
 from harness.runs.budget import COUNTABLE, Budget, batch_schedule, paid_tokens, tokens_of_budget
@@ -260,7 +260,7 @@ class Experiment:
     def has_data(self) -> bool:
         """Return True if all datasets are on this machine. Raises UserError if a dataset's folder has files but lacks a
         split. Datasets after the first missing one are not checked."""
-        return are_present(self.datasets_dir, self.config.dataset_weights, self.splits)
+        return all(is_present(self.datasets_dir, name, self.splits) for name in self.config.dataset_weights)
 
     def open_data(self) -> TrainingData:
         """Open the datasets. Raises UserError if one cannot be opened, or if their tokenizers differ."""

@@ -18,9 +18,9 @@ from harness.common.files import atomic_folder, check_name
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.messages import abbreviated, nearest, quoted
 from harness.common.other_names import advice
-from harness.data.dataset import check_dataset_name
+from harness.data.dataset import check_dataset_name, is_present
 from harness.data.order import WindowOrder
-from harness.data.training_data import TrainingData, are_present
+from harness.data.training_data import TrainingData
 from harness.mirror.store import check_url
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.experiment import Experiment, first_difference
@@ -201,7 +201,7 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
     """
     run = derive(base, name, changes)
     weights = run.train_config.dataset_weights
-    if "dataset" not in changes or not are_present(datasets_dir, weights, ["train"]):
+    if "dataset" not in changes or not all(is_present(datasets_dir, each, ["train"]) for each in weights):
         return run
     data = TrainingData.open(datasets_dir, weights)
     tokens, fitting = data.lengths("train"), _fitting(run, data, changes)
