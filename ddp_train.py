@@ -105,7 +105,7 @@ class Trainer:
                 with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
                     steps_from_start = step - position.first_step  # the loader starts where this process does
                     microbatches = self.loader.microbatches(steps_from_start, self.world.rank)
-                    batch_tokens = self.loader.batches.at(steps_from_start).global_tokens
+                    batch_tokens = self.prepared.batches.at(steps_from_start).global_tokens
                     rate_factor, decay_factor = self.schedule.at(step, batch_tokens)
                     result = self.optimizer_step.run(microbatches, rate_factor, decay_factor)
                     self.meter.add(result)  # a GPU may still be computing it

@@ -145,28 +145,15 @@ class Microbatch:
         return tokens[0], tokens[1]
 
 
+@dataclass(frozen=True)
 class TokenLoader:
-    """Data loader that makes microbatches from windows of `tokens`: a split, or the same split of several datasets.
+    """Data loader that makes microbatches from windows of a split, or of the same split of several datasets."""
 
-    - `layout`: world size, microbatch size and context length of all steps.
-    - `batches`: number of accumulation steps of each step; None: that of `layout`.
-    - `first_window`: number, in `order`, of the first window of microbatch 0.
-    """
-
-    def __init__(
-        self,
-        tokens: TokenFile | JoinedTokens,
-        order: WindowOrder,
-        layout: BatchLayout,
-        batches: BatchSchedule | None = None,
-        *,
-        first_window: int = 0,
-    ) -> None:
-        self.tokens = tokens
-        self.order = order
-        self.layout = layout
-        self.batches = batches or BatchSchedule.constant(layout)
-        self.first_window = first_window
+    tokens: TokenFile | JoinedTokens
+    order: WindowOrder
+    layout: BatchLayout  # world size, microbatch size and context length of all steps
+    batches: BatchSchedule | None = None  # number of accumulation steps of each step; None: that of `layout`
+    first_window: int = 0  # number, in `order`, of the first window of microbatch 0
 
     def starts(self, index: int) -> np.ndarray:
         """Return the positions in `self.tokens` at which the windows of microbatch number `index` begin: (B,) int64."""
@@ -200,7 +187,8 @@ class TokenLoader:
         In accumulation step a, the rank reads microbatch (n + a)·world_size + rank, where n is the number of
         accumulation steps in all earlier steps.
         """
-        world_size, tokens_before = self.layout.world_size, self.batches.tokens_before(steps_from_start)
+        batches = self.batches or BatchSchedule.constant(self.layout)
+        world_size, tokens_before = self.layout.world_size, batches.tokens_before(steps_from_start)
         n = tokens_before // (world_size * self.layout.microbatch_tokens)
-        accumulation_steps = self.batches.at(steps_from_start).accumulation_steps
+        accumulation_steps = batches.at(steps_from_start).accumulation_steps
         return range(n * world_size + rank, (n + accumulation_steps) * world_size, world_size)
