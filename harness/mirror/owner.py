@@ -100,6 +100,11 @@ class Lease:
         if self._lost is not None:
             raise LeaseLost(self._lost)
 
+    def write(self) -> None:
+        """Write owner.json now. Raises the errors of the store."""
+        with self._using:
+            self._write()
+
     def release(self) -> None:
         """Stop renewing the lease, and delete this machine's owner.json, so that another machine can take the run at
         once. Raises the errors of the store."""

@@ -22,7 +22,7 @@ from harness.common.errors import UserError, signals_to
 from harness.common.files import version_of
 from harness.common.messages import GIB, abbreviated, counted
 from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, left_by_going_back, names_in, names_with_meta, read_remote_meta
-from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
+from harness.mirror.owner import OWNER, REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
 from harness.runs.checkpoints import BEST, LATEST, list_checkpoints, verify_checkpoint
@@ -133,6 +133,8 @@ class Uploads:
         if self.lease is not None:
             self.lease.check()
         there = self.mirror.files()
+        if self.lease is not None and OWNER not in there:
+            self.lease.write()  # before train.json is: with train.json alone, the run counts as taken and released
         # In every call, because files in the mirror can be lost or replaced after they were sent.
         self._versions = {name: version for name, version in self._versions.items() if name in there}
         if self._is_first:

@@ -17,6 +17,7 @@ from harness.common.errors import UserError
 from harness.mirror import owner
 from harness.mirror.owner import Lease, LeaseLost
 from harness.mirror.store import Mirror
+from harness.mirror.upload import Uploads
 from harness.runs.directory import RunDirectory
 from tests.mirror.test_two_machines import add_machine, remote
 
@@ -102,6 +103,18 @@ def test_a_store_that_was_away_for_long_was_taken_by_nobody(
 
     monkeypatch.setattr(first._mirror, "read", comes_back)
     first.check()  # the store is there again after the first of several readings
+
+
+def test_a_store_that_was_emptied_was_taken_by_nobody(tmp_path: Path, first: Lease) -> None:
+    (first._run.path / "train.json").write_text("{}")
+    uploads = Uploads(first._run, first._mirror, first, keep=None, start_step=-1)
+    uploads.push()
+    first._released.set()  # nothing is written to the store while it is away
+    shutil.rmtree(tmp_path / "store")
+    time.sleep(1.2)
+    uploads.push()
+    assert (tmp_path / "store/r/train.json").exists()
+    first.check()
 
 
 def test_one_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
