@@ -61,7 +61,9 @@ class Mirror:
 
         options: dict[str, Any] = {"skip_instance_cache": True}
         if self.scheme == "s3":
-            options |= {"config_kwargs": {"connect_timeout": 10, "read_timeout": NETWORK_SECONDS}}
+            # s3fs tries five times, too; botocore's own five tries would make that 25 silences of NETWORK_SECONDS.
+            twice = {"total_max_attempts": 2}
+            options |= {"config_kwargs": {"connect_timeout": 10, "read_timeout": NETWORK_SECONDS, "retries": twice}}
         try:
             fsspec.get_filesystem_class(self.scheme)
             if self.scheme == "hf":  # huggingface_hub writes a line for each of its retries
@@ -90,6 +92,9 @@ class Mirror:
             self._opened, self._root = fsspec.core.url_to_fs(self.name, **self._options)
             if self.scheme == "sftp":
                 self._opened.ftp.get_channel().settimeout(NETWORK_SECONDS)
+            if self.scheme == "s3":  # aiohttp waits without end for a server that does not answer this header
+                self._opened.connect()
+                self._opened.s3.meta.events.register_last("before-call", _expect_nothing)
         self._opened.invalidate_cache()  # HfFileSystem keeps listings whatever its options are
         return self._opened
 
@@ -191,6 +196,10 @@ def _find(fs: Any, folder: str) -> dict[str, Any]:
         for info in fs.ls(folder, detail=True):
             found |= _find(fs, info["name"]) if info["type"] == "directory" else {info["name"]: info}
     return found
+
+
+def _expect_nothing(params: dict[str, Any], **_: Any) -> None:
+    params["headers"].pop("Expect", None)
 
 
 def _known_hosts_only() -> Any:

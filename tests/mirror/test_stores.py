@@ -4,6 +4,7 @@ interface. The clients are the real ones; the SSH server is of another implement
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import asyncssh
 import pytest
 
+from harness.common.errors import RunError
+from harness.mirror import store
 from harness.mirror.fetch import newest_in_mirror
 from harness.mirror.store import Mirror
 from tests.mirror.test_two_machines import SETTINGS, STEPS, STOP, add_machine
@@ -77,6 +80,20 @@ def test_an_s3_server(tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow  # botocore tries again and again
+@pytest.mark.timeout(120)
+def test_an_s3_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
+    monkeypatch.setattr(store, "NETWORK_SECONDS", 0.2)
+    monkeypatch.setattr(store, "OPENING_TRIES", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and no more
+        variables = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}", "AWS_ACCESS_KEY_ID": "key"}
+        variables |= {"AWS_SECRET_ACCESS_KEY": s3_server.SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RunError, match="cannot be written to"):
+            store.open_mirror("s3://bucket/runs", "r")
+
+
 def test_a_bucket_that_is_not_there_or_not_ours_is_one_line(tmp_path: Path, s3: dict[str, str]) -> None:
     shop = machine_at(tmp_path, "s3://nowhere/runs", s3)
     shop.attempt().refuses("s3://nowhere/runs/r: cannot be written", "AWS_ACCESS_KEY_ID")
