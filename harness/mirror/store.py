@@ -67,9 +67,11 @@ class Mirror:
         try:
             fsspec.get_filesystem_class(self.scheme)
             if self.scheme == "hf":  # huggingface_hub writes a line for each of its retries
+                from huggingface_hub import get_session
                 from huggingface_hub import logging as hub_logging
 
                 hub_logging.set_verbosity_error()
+                get_session().timeout = NETWORK_SECONDS  # by default it waits without end
             if self.scheme == "sftp":
                 logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it writes tracebacks to standard error
                 options |= {"timeout": 10, "banner_timeout": NETWORK_SECONDS, "host_key_policy": _known_hosts_only()}

@@ -4,7 +4,10 @@ interface. The clients are the real ones; the SSH server is of another implement
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +22,7 @@ from harness.mirror.store import Mirror
 from tests.mirror.test_two_machines import SETTINGS, STEPS, STOP, add_machine
 from tests.support import s3_server
 from tests.support.bucket_hub import BUCKET, TOKEN, bucket_hub
+from tests.support.isolation import ROOT
 from tests.support.launch import Workshop
 from tests.support.same_end import assert_same_end
 
@@ -55,6 +59,23 @@ def test_a_bucket_of_the_hub(tmp_path: Path) -> None:
         second = moves(tmp_path, f"hf://buckets/{BUCKET}/gpt", environment, TOKEN)
         second.environment = {**environment, "HF_TOKEN": "hf_another"}
         second.attempt().refuses("HF_TOKEN or `hf auth login`")
+
+
+@pytest.mark.timeout(60)
+def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    script = tmp_path / "read.py"  # a process of its own, since huggingface_hub reads its environment when imported
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport harness.mirror.store as s\n"
+        "s.NETWORK_SECONDS, s.OPENING_TRIES = 0.2, 1\n"
+        f"s.open_mirror('hf://buckets/{BUCKET}/gpt', 'r', writes=False)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and no more
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        variables = {"HF_ENDPOINT": address, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+        command, environment = [sys.executable, str(script)], {**os.environ, **variables}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=40)
+    assert "RunError" in done.stderr
+    assert "cannot be read (ReadTimeout" in done.stderr
 
 
 @pytest.fixture(scope="module")
