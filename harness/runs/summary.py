@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.common.errors import EXIT, RunError, os_errors_as
 from harness.common.files import replace_text
-from harness.common.json_files import RecordedCount, check_recorded, parse_config, read_json_object
+from harness.common.json_files import check_recorded, parse_config, read_json_object
 from harness.model.config import ModelConfig
 from harness.runs.checkpoint_meta import CheckpointMeta, ProgramAndSettings, epochs_of
 from harness.runs.directory import RunDirectory
@@ -18,6 +18,7 @@ from harness.runs.metrics import PHASES
 from harness.runs.throughput import Measured, mfu, unknown_peak
 from harness.runs.train_config import Positive, TrainConfig
 
+Count = Annotated[int, Field(ge=0)]
 Amount = Annotated[float, Field(ge=0)]
 
 
@@ -26,23 +27,23 @@ class Outcome(BaseModel):
 
     run: str = ""
     seconds: dict[str, Amount] = {}  # by phase, and in total
-    tokens_seen: RecordedCount | None = None
+    tokens_seen: Count | None = None
     epochs: dict[str, Amount] | None = None  # see `epochs_of`; not written if empty
     # Part of tokens_seen that this program trained on, in its seconds of training
-    trained_tokens: RecordedCount | None = None
+    trained_tokens: Count | None = None
     # Speed of training over `measured`, the part of the run that this program trained with the batch and on the machine
     # named below. None if there is no such part.
     tokens_per_second: Amount | None = None
     # None in files of earlier versions. Their speed is all tokens divided by this program's seconds of training.
     measured: Measured | None = None
-    global_steps: RecordedCount | None = None
+    global_steps: Count | None = None
     final_train_loss: Amount | None = None
     final_validation_loss: Amount | None = None
     best_loss: Amount | None = None
-    best_step: RecordedCount | None = None
-    skipped_steps: RecordedCount = 0
+    best_step: Count | None = None
+    skipped_steps: Count = 0
     has_diverged: bool = False
-    flops_per_token: RecordedCount | None = None
+    flops_per_token: Count | None = None
     mfu: Amount | None = None
     peak_memory_gib: Amount | None = None
     dollars: dict[str, Amount] | None = None  # by phase, and in total
@@ -61,7 +62,7 @@ class RunSummary(ProgramAndSettings, Outcome):
 
     # The fields of Provenance
     model: dict[str, Any] | None = None
-    parameters: RecordedCount | None = None
+    parameters: Count | None = None
     train: dict[str, Any] = {}
     dataset: dict[str, Any] | None = None
 

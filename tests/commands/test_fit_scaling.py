@@ -223,7 +223,7 @@ def test_the_axis_of_the_best_is_labeled_for_what_it_shows(tmp_path: Path) -> No
     [
         ((), "give the runs to fit, or --points with a CSV file"),
         (("a", "--points", "POINTS"), "--points and RUNS: give one of them"),
-        (("--points", "/nowhere.csv"), "/nowhere.csv: No such file or directory"),
+        (("--points", "/nowhere.csv"), "/nowhere.csv: no such file"),
         (("--points", "POINTS", "--predict", "tokens=3"), "write parameters=NUMBER,tokens=NUMBER"),
         (("--points", "POINTS", "--predict", "parameters=1e9,parameters=2e9,tokens=3"), "write parameters=NUMBER"),
         (("--points", "POINTS", "--predict", "parameters=x,tokens=3"), "parameters must be a number"),
