@@ -331,7 +331,9 @@ def describe_plan(
     is_for_gpu = speed.device is not None or memory_gib is not None
     if is_for_gpu and (needed := step_bytes(model, config, plan.layout)) is not None:
         of = "" if memory_gib is None else f" of {memory_gib:g}"
-        rows.append(("memory", f"{needed / GIB:.1f}{of} GiB on each GPU (estimated; -f measures it)"))
+        is_too_much = memory_gib is not None and needed > memory_gib * GIB
+        remark = "too much: -f finds the microbatch_size that fits" if is_too_much else "-f measures it"
+        rows.append(("memory", f"{needed / GIB:.1f}{of} GiB on each GPU (estimated; {remark})"))
     if config.shard_optimizer:
         whole, ranks = optimizer_state_bytes(config, model) / GIB, plan.layout.world_size
         shard = f"{whole:.2f} GiB of state, about {whole / ranks:.2f} on each of {ranks} ranks"

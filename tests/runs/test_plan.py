@@ -165,6 +165,13 @@ def test_the_memory_of_a_step_is_at_least_that_of_its_update(tmp_path: Path) -> 
     assert 16 * model.parameters <= needed < 1.1 * 16 * model.parameters
 
 
+def test_a_step_that_no_gpu_can_hold_is_remarked_on(tmp_path: Path) -> None:
+    for microbatch, is_too_much in ((100, False), (120, True)):
+        where = shipped(tmp_path / str(microbatch), "8xa100m40", microbatch_size=microbatch)
+        memory = rows(where, "8xa100m40", **EIGHT, assume_device="A100 40GB")["memory"]
+        assert (float(memory.split()[0]) > 40) == is_too_much == ("too much" in memory)
+
+
 def test_the_work_and_disk_of_a_run_that_has_begun(shop: Workshop) -> None:
     """A trained run has as many checkpoints as planned, of the planned size, also with a tied head. A plan for a run
     that has begun counts only the remaining steps. The speed of an earlier run of only four steps is not used."""
