@@ -251,8 +251,8 @@ def test_processes_that_end_or_start_at_a_bad_time(tmp_path: Path, script: str, 
 
 @pytest.fixture
 def begun(preparer: Preparer, tmp_path: Path) -> Preparer:
-    """Preparer for a folder of texts whose second file is broken."""
-    write_json_lines(tmp_path / "texts" / "a.jsonl", DOCUMENTS[:1000])
+    """Preparer for a folder of two texts: the name of the first is not valid UTF-8, and the second is broken."""
+    write_json_lines(tmp_path / "texts" / "a\udce9.jsonl", DOCUMENTS[:1000])
     (tmp_path / "texts" / "b.jsonl").write_text("broken\n")
     shutil.copy(preparer.path / "tokenizer.json", tmp_path)
     return Preparer(tmp_path)

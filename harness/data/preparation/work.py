@@ -92,10 +92,11 @@ def _read(path: Path, kind: type[Kind]) -> Kind | None:
     """Return the contents of a JSON file as an instance of `kind`, or None if the file does not exist. Raises UserError
     if the file is damaged."""
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        # json, because pydantic's parser refuses a name that is not valid UTF-8
+        return TypeAdapter(kind).validate_python(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path}: damaged; begin again with --restart") from None
 
 
@@ -178,7 +179,7 @@ class WorkFolder:
         if restart:
             self._clear()
         known_files = self.path / "files.json"
-        journal, known = _read(self.journal_path, Journal), _read(known_files, list[list[str]]) or files
+        journal, known = _read(self.journal_path, Journal), _read(known_files, list) or files
         is_same = journal is not None and journal.options == options and known == files
         if journal is None or not (journal.here.total.tokens or is_same):
             self._clear()
