@@ -301,7 +301,7 @@ def reading_progress(files: Sequence[TextFile], begin: Mark) -> Iterator[Show]:
     shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}
     if not is_terminal:
         shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES, "miniters": 0}
-    with tqdm(total=before[-1], **shape) as bar:
+    with tqdm(total=before[-1], disable=False, **shape) as bar:  # with TQDM_DISABLE=1, `bar` would have no `initial`
 
         def show(encoded: Encoded, size: StreamSize) -> None:
             elapsed, position = bar.format_dict["elapsed"], before[encoded.batch.file] + encoded.batch.position
