@@ -196,7 +196,7 @@ def _tokenize(
         pool.flush()
         work.save(phase)
 
-    here, committed = journal.here, journal.here.total.tokens
+    here, committed = journal.here, journal.here.total.tokens  # `here` moves with each batch, even inside a document
     is_open = False  # True if the last document continues in the next batch
     try:
         for encoded in batches:
