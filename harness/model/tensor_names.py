@@ -23,6 +23,15 @@ WEIGHTS, MODEL_JSON, META = "model.safetensors", "model.json", "meta.json"
 WRAPPERS = ("module.", "_orig_mod.")
 LOADABLE = ("float64", "float32", "float16", "bfloat16")
 SHOWN_DIFFERENCES = 3
+# torch's dtype names by those of safetensors, where the two differ by more than case.
+TORCH_TYPES = {
+    **{f"{short}{bits}": f"{long}{bits}" for short, long in (("F", "float"), ("I", "int")) for bits in (16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "I8": "int8",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
 
 Offered = TypeVar("Offered")
 TensorKind = tuple[tuple[int, ...], str]  # shape and dtype (torch's name) of a tensor, known before it is read
@@ -66,12 +75,6 @@ def unreadable(path: Path, error: SafetensorError | OSError) -> UserError:
     return UserError(f"{path}: not a readable safetensors file: {str(error)[:REASON_CHARACTERS]}")
 
 
-def torch_name(dtype: str) -> str:
-    """Return torch's name of a dtype of safetensors: float32 for F32, bfloat16 for BF16, uint8 for U8, bool for
-    BOOL."""
-    return dtype.replace("F", "float").replace("I", "int").replace("U", "uint").lower()
-
-
 def check_weights_file(path: Path, config: ModelConfig) -> None:
     """Raise UserError if a safetensors file cannot be read, or does not hold the model that `config` describes. Reads
     only its header."""
@@ -79,7 +82,10 @@ def check_weights_file(path: Path, config: ModelConfig) -> None:
         refuse_special(path)
         with safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - `file` is not a dict
-            kinds = {name: (tuple(each.get_shape()), torch_name(each.get_dtype())) for name, each in slices.items()}
+            kinds = {
+                name: (tuple(each.get_shape()), TORCH_TYPES.get(each.get_dtype(), each.get_dtype().lower()))
+                for name, each in slices.items()
+            }
     except (SafetensorError, OSError) as error:
         raise unreadable(path, error) from None
     check_tensors(public_names(kinds, tied=config.tie_weights), config.tensor_shapes(), path)

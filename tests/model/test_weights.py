@@ -100,7 +100,7 @@ def test_files_that_are_taken(tied: bool, change: Change, tmp_path: Path) -> Non
                 with_one(NORM, torch.zeros(48).to(dtype)),
                 f"is {str(dtype)[6:]}; weights are fp64, fp32, fp16 or bf16",
             )
-            for dtype in (torch.int64, torch.uint8, torch.bool, torch.float8_e5m2)
+            for dtype in (torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
         ),
         (False, with_one("more", torch.zeros(1)), "tensor more is not in the model"),
         (False, with_one("trf_blocks.3.norm1.scale", torch.ones(48)), "tensor trf_blocks.3.norm1.scale is not in"),
