@@ -59,7 +59,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
 
     \b
     If --set dataset names datasets in DATASETS_DIR, NEW is fitted to them:
-    - vocabulary size: theirs, unless unknown or up to 127 smaller than BASE's
+    - vocabulary size: theirs; BASE's if theirs is unknown or up to 127 smaller
     - validation: on no more sequences than their validation splits have, with
       a smaller microbatch_size if needed; none if a dataset has no such split
     - training: if the train splits are too short, on all that they have (in as

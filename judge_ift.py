@@ -33,7 +33,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
     type=click.IntRange(1, 100),
     default=5,
     show_default=True,
-    help="Ask at most this many times for a valid judgment. A request without a reply is sent as often.",
+    help="Ask at most this often for a valid judgment, and send each request at most this often until it is answered.",
 )
 @click.option(
     "--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds to wait for the answer to a request."

@@ -39,7 +39,8 @@ from harness.common.options import RUNS_DIR, Command
 @click.option(
     "--batches",
     type=click.IntRange(min=1),
-    help="Number of batches. Default: all, but at most 3,200 if a validation split has a batch after token 50,000,000.",
+    help="Number of batches. Default: all, but at most 3,200 of a validation split that has a batch after token "
+    "50,000,000.",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=6, show_default=True, help="Sequences per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)

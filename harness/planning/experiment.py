@@ -75,7 +75,7 @@ def find_unfinished_work(config: TrainConfig, position: Position, meta: Checkpoi
     done.
 
     An interrupted evaluation leaves such work, and so does a change of settings that makes this step the last one.
-    Work that such a change leaves includes another checkpoint of the step.
+    If such a change leaves any work, the names include "checkpoint", although the step already has a checkpoint.
     """
     if meta is None:
         return set()

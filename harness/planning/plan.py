@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def batches(self) -> BatchSchedule:
-        """Schedule of the global batches of the remaining steps, or of the whole run without a `position`."""
+        """Schedule of the global batches of the remaining steps; if `position` is None, of the whole run."""
         return self.experiment.batches(self.layout, self.position.tokens_seen if self.position else 0)
 
     @property
@@ -133,7 +133,7 @@ class Plan:
         return weights + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def added_checkpoints(self, *, at_end: bool = False) -> int:
-        """Return the largest number of checkpoints that the plan can add to those now on the disk.
+        """Return the largest number of planned checkpoints that can be on the disk at once besides those there now.
 
         With `at_end`, count only those that remain after the run has finished without another stop.
         """

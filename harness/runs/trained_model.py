@@ -235,8 +235,8 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
 
 
 def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """Return the models, each once under each of its labels. Different models with the same label get the paths of
-    their weights as labels."""
+    """Return the models, without those that repeat an earlier one under the same label. Different models with the same
+    label get the paths of their weights as labels."""
     known: dict[str, set[tuple[str, str]]] = {}
     for model in models:
         known.setdefault(model.label, set()).add(model.identity)

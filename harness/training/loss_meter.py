@@ -105,8 +105,8 @@ class LossMeter:
         )
 
     def state(self) -> list[float]:
-        """Return this rank's accumulated values as a list, for a checkpoint: first those at SUM to LONGEST_ROW, then
-        the experts' tokens by block and expert. Waits for the device."""
+        """Return this rank's accumulated values as a list, for a checkpoint: those with the indices SUM to
+        LONGEST_ROW, then the experts' tokens by block and expert. Waits for the device."""
         return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
     def load_state(self, ranks: list[list[float]]) -> None:

@@ -141,7 +141,7 @@ def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
 
 def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target: BinaryIO) -> None:
     """Append documents of the token file `source` to `target`: those with the numbers `order`, in this order. `lengths`
-    has the bytes of each document's tokens, for all documents of `source`."""
+    has the length in bytes of each document of `source`, chosen or not."""
     starts = HEADER_BYTES + np.cumsum(lengths) - lengths
     with source.open("rb", buffering=0) as file:
         for at in range(0, len(order), DOCUMENTS_PER_READ):  # in blocks; the complete lists would take half a GiB

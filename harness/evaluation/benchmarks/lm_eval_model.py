@@ -29,8 +29,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     - Sampling draws other random numbers. If a task gives no top_k, all tokens can be drawn (`hf`: the likeliest 50).
     - If a task samples, raises UserError for an option outside KNOWN_SETTINGS.
-    - If a task does not sample, raises UserError for a value that differs from the one in NEUTRAL. Other options
-      outside KNOWN_SETTINGS, such as min_new_tokens, are ignored.
+    - If a task does not sample, raises UserError for an option in NEUTRAL with a value other than the one there.
+      Other options outside KNOWN_SETTINGS, such as min_new_tokens, are ignored.
     - The name of a special token in a text ("<|endoftext|>") is ordinary text (`hf`: the token). A generated special
       token other than end-of-text becomes its name (`hf`: no text).
     """
