@@ -75,7 +75,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         fault = str(error.strerror)
     except UnicodeDecodeError as error:
-        fault = f"not UTF-8 text (byte {error.start})"
+        fault = f"not UTF-8 text (byte {error.start}); convert it to UTF-8"
     raise UserError(f"{path}: {fault}")
 
 

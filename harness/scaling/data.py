@@ -125,7 +125,7 @@ def read_points(path: Path) -> Points:
     """Read points from a CSV file with the columns COLUMNS and perhaps OPTIONAL_COLUMNS. Missing tokens are computed as
     flops / 6 / parameters. Points whose loss is not finite are left out. Raises UserError if the file is wrong, or if
     no point is left."""
-    with explained(after="; give a CSV file of points, in UTF-8"):
+    with explained(after="; give a CSV file of points"):
         lines = ["" if line.startswith("#") else line.strip() for line in read_text(path).splitlines()]
     reader = csv.reader(lines, skipinitialspace=True, strict=True)
     try:
