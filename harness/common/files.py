@@ -64,10 +64,10 @@ def refuse_special(path: Path) -> None:
 def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file, without a byte order mark. Raises UserError if the file cannot be read.
 
-    Pipes and devices are refused, except a pipe in /dev, like a shell's <(command).
+    Pipes and devices are refused, except a pipe in /dev or /proc, like a shell's <(command).
     """
     try:
-        if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):
+        if not (path.is_fifo() and path.absolute().parts[1] in {"dev", "proc"}):
             refuse_special(path)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
