@@ -94,7 +94,7 @@ class Mirror:
             self._opened, self._root = fsspec.core.url_to_fs(self.name, **self._options)
             if self.scheme == "sftp":
                 self._opened.ftp.get_channel().settimeout(NETWORK_SECONDS)
-            if self.scheme == "s3":  # aiohttp waits without end for a server that does not answer this header
+            if self.scheme == "s3":  # aiohttp waits without end for an answer to the header Expect
                 self._opened.connect()
                 self._opened.s3.meta.events.register_last("before-call", _expect_nothing)
         self._opened.invalidate_cache()  # HfFileSystem keeps listings whatever its options are

@@ -36,7 +36,7 @@ class Measured(BaseModel):
     @property
     def shortfall(self) -> str:
         """The minimums (BELIEVED_STEPS, BELIEVED_SECONDS) that the measurement does not reach, as text. The text is
-        empty if it reaches both, so that the speed can be used for other runs."""
+        empty if it reaches both. Only then is the speed used for other runs."""
         steps = [f"{BELIEVED_STEPS} steps"] if self.global_steps < BELIEVED_STEPS else []
         seconds = [f"{BELIEVED_SECONDS:.0f} s"] if self.seconds < BELIEVED_SECONDS else []
         return " and ".join(steps + seconds)

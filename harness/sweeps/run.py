@@ -294,7 +294,7 @@ class SweepRunner:
         return None
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str | None:
-        """Return a message if `max_dollars`, which is not spent, is too low to finish `run` and the runs under way.
+        """Return a message if `max_dollars`, not spent yet, is too low to finish `run` and the runs under way.
         Return None if `run` may start. A run of unknown cost counts as free."""
         if self.max_dollars is None:
             return None
