@@ -144,7 +144,7 @@ class HeldOutText:
         if dataset is None:
             raise UserError(
                 f"{weights.parent}: the model's dataset is not known; in test_loss.py, give --dataset; in "
-                "convert_hf.py, leave out --datasets-dir"
+                "convert_hf.py publish, leave out --datasets-dir"
             )
         ensure_dataset(datasets_dir, dataset, [split] if split else [])
         opened = Dataset.open(datasets_dir, dataset)
