@@ -101,6 +101,7 @@ class OptimizerStep:
         else:
             self.optimizer = Muon(self.bare_model, config, precision.update_dtype(), partition)
         self.learning_rate = config.learning_rate  # the last update's; some parameters have rates of their own
+        self._has_updated = False
         self.scaler = precision.scaler()
         # This optimizer is never stepped; GradScaler only unscales and checks the gradients through it. It has whole
         # gradients, not shards, so the result is the same on all ranks.
@@ -127,7 +128,12 @@ class OptimizerStep:
             clip_divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
         optimizer.set_factors(rate_factor, decay_factor)
         self.learning_rate = self.config.learning_rate * rate_factor
+        if self.device.type == "cuda" and not self._has_updated:
+            # A new state would otherwise be put into blocks that activations need again in the next step. Training
+            # would then need more than the search for a microbatch measures (ddp_train.py -f), whose state is older.
+            torch.cuda.empty_cache()
         optimizer.update(skipped, clip_divisor)
+        self._has_updated = True
         optimizer.partition.broadcast_shards(optimizer.shards, optimizer.parameters)
         self.scaler.update()
         self.forget_gradients()

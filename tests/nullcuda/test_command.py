@@ -97,6 +97,22 @@ def on_eight_ranks(shop: Workshop, *commands: str, gib: float, expect: int = 0) 
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"status"')]
 
 
+def test_the_microbatch_that_f_finds_trains_on_one_gpu(tmp_path: Path) -> None:
+    """In a model with a large vocabulary and few layers, the optimizer's state is large beside a layer's activations.
+    Training runs out of memory in its second step if the first one puts the state among them."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset(tokens=1_000_000)
+    model = {"vocab_size": 50257, "emb_dim": 768, "n_heads": 12, "n_layers": 2, "context_length": 1024}
+    settings = {**SETTINGS, "precision": "fp32", "min_train_tokens": 600_000, "gradient_accumulation_steps": 1}
+    settings |= {"validation_interval": None, "validation_batches": None, "start_val_token": None}
+    run = shop.add_run("r", model={**model, "tie_weights": True}, **settings)
+    for options in (("-f", "--write"), ()):
+        process = start(shop, *options, gib=24.0)
+        stdout, stderr = process.communicate(timeout=240)
+        assert process.returncode == 0, stdout + stderr
+    assert json.loads((run / "train.json").read_text())["microbatch_size"] > 100
+
+
 @pytest.mark.timeout(900)  # four commands, each with gigabytes of memory
 @pytest.mark.parametrize(("accumulation", "bigrams", "gib"), [(1, 131072, 10), (2, 4096, 8.4)])
 def test_the_microbatch_that_f_finds_trains_on_eight_ranks(
