@@ -190,13 +190,15 @@ def validation_text(
     split = dataset.get("validation")
     digest = split.get("sha256") if isinstance(split, dict) else None
     batches, microbatch = train.get("validation_batches"), train.get("microbatch_size")
+    start, context = train.get("start_val_token", 0), model.get("context_length")
     sequences = train.get("validation_sequences")
     if isinstance(batches, int) and isinstance(microbatch, int):
         sequences = batches * microbatch
-    numbers: list[Any] = [train.get("start_val_token", 0), sequences, model.get("context_length")]
-    if isinstance(digest, str) and all(isinstance(number, int) for number in numbers):
-        return ValidationText(digest, *numbers)
-    return None
+    if not isinstance(digest, str) or not isinstance(sequences, int):
+        return None
+    if not isinstance(start, int) or not isinstance(context, int):
+        return None
+    return ValidationText(digest, start, sequences, context)
 
 
 def tokens_by_source(
