@@ -16,9 +16,10 @@ from harness.runs.checkpoint_meta import CheckpointMeta, ProgramAndSettings, epo
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import PHASES
 from harness.runs.throughput import Measured, mfu, unknown_peak
-from harness.runs.train_config import Positive, TrainConfig
+from harness.runs.train_config import TrainConfig
 
 Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 
 
