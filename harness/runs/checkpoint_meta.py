@@ -31,7 +31,7 @@ OPTIMIZER = "optimizer.pt"  # file in the same folder; a checkpoint of the noteb
 # train_loss, val_loss, global_step and is_best.
 OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
-Amount = Annotated[float, Field(ge=0, lt=1e12)]  # of seconds or dollars
+RecordedAmount = Annotated[float, Field(ge=0, lt=1e12)]  # of seconds or dollars
 Loss = Annotated[float, Field(allow_inf_nan=False)]
 DIVERGED_BY = 0.5  # nats
 
@@ -58,7 +58,7 @@ class Progress(BaseModel):
     # with other kernels, on another machine, or from a checkpoint of an earlier version or of another program.
     measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
     measured_from_tokens: RecordedCount = 0
-    measured_from_seconds: Amount = 0.0  # seconds of training
+    measured_from_seconds: RecordedAmount = 0.0  # seconds of training
     # See `TrainState.follow_level`.
     level_reports: RecordedCount = 0
     loss_level: Loss | None = None
@@ -269,10 +269,10 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     validation_due: bool = False  # the run was stopped before this step's validation was done
     benchmarks_due: bool = False
     # Where and how the checkpoint was trained
-    seconds: dict[str, Amount] = {}  # by phase (see metrics.PHASES)
+    seconds: dict[str, RecordedAmount] = {}  # by phase (see metrics.PHASES)
     # By phase. Each second counts at the price that was set then or, if none was set yet, at the first price. Empty if
     # no price was ever set.
-    dollars: dict[str, Amount] = {}
+    dollars: dict[str, RecordedAmount] = {}
     metrics_bytes: RecordedCount = 0  # size of metrics.jsonl when the checkpoint was saved
     world_size: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     microbatch_size: RecordedCount | None = None
