@@ -149,7 +149,8 @@ class RunRecord:
     @property
     def dataset(self) -> Mapping[str, Any]:
         """The dataset as `TrainingData.record` describes it. Empty if not recorded."""
-        return self.recorded("dataset") or {}
+        dataset = self.recorded("dataset")
+        return dataset if isinstance(dataset, dict) else {}
 
     @property
     def shape(self) -> ModelConfig | None:
