@@ -51,6 +51,12 @@ def test_a_run_that_had_diverged_at_its_end_and_was_extended_is_stopped(tmp_path
     assert RunRecord.read(run.directory).state.word == "stopped"
 
 
+@pytest.mark.parametrize("dataset", ["x", ["x"], 3])
+def test_a_dataset_that_a_checkpoint_records_as_no_object_is_not_recorded(tmp_path: Path, dataset: Any) -> None:
+    run = RunFolder(tmp_path, "a").train_to(0, 10).add_checkpoint(LATEST, "latest", dataset=dataset)
+    assert RunRecord.read(run.directory).dataset == {}
+
+
 def test_a_run_that_goes_on_is_told_by_its_lock(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").train_to(0)
     lock = RunLock.take(run.path / ".lock", "trained")
