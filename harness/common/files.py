@@ -67,7 +67,7 @@ def read_text(path: Path) -> str:
     Pipes and devices are refused, except a pipe in /dev or /proc, like a shell's <(command).
     """
     try:
-        if not (path.is_fifo() and path.absolute().parts[1] in {"dev", "proc"}):
+        if not (path.is_fifo() and path.absolute().parts[1] in {"dev", "proc"}):  # zsh: /proc/self/fd/11
             refuse_special(path)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

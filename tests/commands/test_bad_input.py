@@ -304,7 +304,7 @@ def test_a_file_in_the_place_of_a_folder(shop: Workshop, place: str) -> None:
 
 @pytest.mark.parametrize("file", ["train.json", "model.json", "reported.json", "weights", "metrics.jsonl"])
 def test_a_pipe_in_the_place_of_a_file(shop: Workshop, file: str) -> None:
-    """No command waits for a pipe in a run's folder. A shell's <(command), a pipe in /dev, is read."""
+    """No command waits for a pipe in a run's folder. A shell's <(command) is read."""
     path = shop.runs / "r" / file
     edit(shop, initial_weights="weights" if file == "weights" else None)
     path.unlink(missing_ok=True)
@@ -312,11 +312,12 @@ def test_a_pipe_in_the_place_of_a_file(shop: Workshop, file: str) -> None:
     modes = [[]] if file == "metrics.jsonl" else [["--plan"]] if file == "reported.json" else [[], ["--plan"]]
     for arguments in modes:
         shop.attempt(*arguments).refuses(str(path), "not a regular file")
-    reader, writer = os.pipe()
-    os.write(writer, b"{}")
-    os.close(writer)
-    assert read_json(Path(f"/dev/fd/{reader}")) == {}
-    os.close(reader)
+    for place in ("/dev/fd", "/proc/self/fd"):  # bash's, zsh's
+        reader, writer = os.pipe()
+        os.write(writer, b"{}")
+        os.close(writer)
+        assert read_json(Path(place, str(reader))) == {}
+        os.close(reader)
 
 
 @pytest.mark.parametrize("harm", ["file", "dangling", "folder", "forbidden"])

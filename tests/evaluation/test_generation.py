@@ -205,7 +205,7 @@ def test_broken_weights_are_one_line(model_files: tuple[Path, Path], tmp_path: P
         ("a.jsonl", b'""\n', "line 1"),
         ("a.jsonl", b'"\\ud800"\n', "line 1"),
         ("a.txt", b"\n \n", "no prompts"),
-        ("a.txt", b"\xff\n", "not UTF-8"),
+        ("a.txt", b"\xff\n", "convert it to UTF-8"),
         ("none.txt", b"", "no such file"),
     ],
 )
