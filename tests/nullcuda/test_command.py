@@ -126,7 +126,7 @@ def test_the_microbatch_that_f_finds_trains_on_eight_ranks(
 
     With these sizes, training runs out of memory if the warm-up leaves its blocks in torch's cache."""
     shop = Workshop(tmp_path)
-    folder = shop.add_dataset(tokens=2_000_000 * accumulation)
+    folder = shop.add_dataset(tokens=2_200_000 * accumulation)
     shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")
     train_bpe(iter(["to train and to test"]), 260, folder / "tokenizer.json")
     (folder / "meta.json").write_text('{"token_dtype": "uint16", "tokenizer": "tokenizer.json"}')
