@@ -125,8 +125,10 @@ class Mirror:
     def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes | None:
         """Return a file's contents, or only the bytes from `start` up to, but not including, `end`. Return None if
         there is no such file."""
+        # s3fs otherwise asks for the size first, and an error of that has no text, such as that the token has expired.
+        options = {"max_concurrency": 1} if self.scheme == "s3" else {}
         try:
-            return bytes(self._fs.cat_file(self._at(path), start=start, end=end))
+            return bytes(self._fs.cat_file(self._at(path), start=start, end=end, **options))
         except FileNotFoundError:
             return None
 

@@ -22,6 +22,7 @@ from harness.mirror.store import Mirror
 from tests.mirror.test_two_machines import SETTINGS, STEPS, STOP, add_machine
 from tests.support import s3_server
 from tests.support.bucket_hub import BUCKET, TOKEN, bucket_hub
+from tests.support.http_server import http_server
 from tests.support.isolation import ROOT
 from tests.support.launch import Workshop
 from tests.support.same_end import assert_same_end
@@ -113,6 +114,17 @@ def test_an_s3_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyP
             monkeypatch.setenv(name, value)
         with pytest.raises(RunError, match="cannot be written to"):
             store.open_mirror("s3://bucket/runs", "r")
+
+
+def test_an_expired_token_is_named_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
+    answer = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+    with http_server(lambda *_: (400, answer)) as address:
+        variables = {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "key", "AWS_DEFAULT_REGION": "us-east-1"}
+        for name, value in (variables | {"AWS_SECRET_ACCESS_KEY": s3_server.SECRET}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(PermissionError, match="token has expired"):
+            store.Mirror("s3://bucket/runs", "r").read("owner.json")  # the first that each upload asks for
 
 
 def test_a_bucket_that_is_not_there_or_not_ours_is_one_line(tmp_path: Path, s3: dict[str, str]) -> None:
