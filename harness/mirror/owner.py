@@ -101,8 +101,9 @@ class Lease:
             raise LeaseLost(self._lost)
 
     def write(self) -> None:
-        """Write owner.json now. Raises the errors of the store."""
+        """Write owner.json now. Raises LeaseLost if another machine has taken the run, and the errors of the store."""
         with self._using:
+            self.check()  # that machine may have released the run, too, while this one was frozen
             self._write()
 
     def release(self) -> None:

@@ -117,6 +117,26 @@ def test_a_store_that_was_emptied_was_taken_by_nobody(tmp_path: Path, first: Lea
     first.check()
 
 
+def test_a_machine_that_was_frozen_in_an_upload_does_not_take_the_run_back(
+    first: Lease, second: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first._run.path / "train.json").write_text("{}")
+    uploads = Uploads(first._run, Mirror(first._mirror.url, "r"), first, keep=None, start_step=-1)
+    uploads.push()
+    first._released.set()  # as if the machine were frozen
+    list_files = uploads.mirror.files
+
+    def frozen() -> dict[str, int]:
+        time.sleep(1.2)
+        second.take(wait=False, take_over=False)
+        second.release()
+        return list_files()
+
+    monkeypatch.setattr(uploads.mirror, "files", frozen)
+    with pytest.raises(LeaseLost, match="another machine"):
+        uploads.push()
+
+
 def test_one_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """owner.json cannot be read, and later not be written, at the first try."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
