@@ -27,7 +27,7 @@ class Command(click.Command):
             except click.exceptions.Exit as end:  # after --help
                 sys.exit(end.exit_code)
             except click.UsageError as error:
-                program = error.ctx.command_path if error.ctx else self.name
+                program = error.ctx.command_path if error.ctx else Path(sys.argv[0]).name  # an option without its value
                 raise UserError(f"{error.format_message().rstrip('.')} (see {program} --help)") from None
             except (RuntimeError, MemoryError, ImportError) as error:
                 # A rank prints the traceback. harness.common.memory takes seconds to import, unless torch is loaded.

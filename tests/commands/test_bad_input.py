@@ -90,6 +90,14 @@ def test_a_group_of_commands_without_one_of_them(shop: Workshop, command: str) -
     shop.command(command).refuses("error: Missing command (see ")
 
 
+@pytest.mark.parametrize("command", [["ddp_train.py", "--runs-dir"], ["sweep_runs.py", "run", "--runs-dir"]])
+def test_the_help_that_an_option_without_its_value_names(
+    shop: Workshop, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", command)
+    shop.command(*command).refuses(f"error: Option '--runs-dir' requires an argument (see {command[0]} --help)")
+
+
 @pytest.mark.parametrize("name", ["latest", "best", "20260101Z000000-iteration-5"])
 def test_a_checkpoint_where_there_are_none(shop: Workshop, name: str) -> None:
     refused(shop, f"checkpoints/{name}", "there are: none", modes=[[name]])
