@@ -172,15 +172,15 @@ def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
 
 
 def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
-    """Raise UserError if another machine has set aside the mirror's copy of the latest checkpoint here. That machine
-    has restarted the run, or resumed it from an earlier checkpoint. Also raises the errors of `choose_start`."""
-    start = choose_start(run.checkpoints, None)
+    """Raise UserError if another machine has set aside the mirror's copy of a checkpoint here. That machine has
+    restarted the run, or resumed it from an earlier checkpoint."""
     # Without this refusal, this machine would overwrite the other machine's work.
-    if start and is_set_aside(files, start.name):
-        raise UserError(
-            f"mirror {mirror.name}: another machine has restarted this run, or continued it without {start}; move "
-            f"{run.checkpoints} away to continue that machine's run here, or give another mirror"
-        )
+    for _, path in list_checkpoints(run.checkpoints):
+        if is_set_aside(files, path.name):
+            raise UserError(
+                f"mirror {mirror.name}: another machine has restarted this run, or continued it without {path}; move "
+                f"{run.checkpoints} away to continue that machine's run here, or give another mirror"
+            )
 
 
 def is_set_aside(files: dict[str, int], name: str) -> bool:

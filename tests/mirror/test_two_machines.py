@@ -485,6 +485,22 @@ def test_a_machine_does_not_overwrite_a_run_that_another_has_restarted(first: In
     assert {path: path.read_bytes() for path in remote(first).rglob("*") if path.is_file()} == before
 
 
+def test_a_machine_that_trained_on_unsent_does_not_overwrite_a_run_that_another_has_resumed_earlier(
+    first: InProcess,
+) -> None:
+    """The newest checkpoint of the first machine was never sent, but an older one was, and is set aside there."""
+    store = url(first)
+    second = add_machine(first.path.parent, "second")
+    shutil.copytree(first.runs / "r" / "checkpoints", second.runs / "r" / "checkpoints", symlinks=True)
+    time.sleep(1.1)  # a checkpoint's name has its time in seconds
+    second.train_here("r", next(name for name in names(second.runs / "r") if name.endswith("-2")))
+    time.sleep(1.1)
+    first.add_run(**SETTINGS | {"min_train_tokens": 64 * 12})
+    first.train_here()
+    first.add_run(**SETTINGS | {"min_train_tokens": 64 * 14}, mirror=store)
+    first.attempt().refuses("another machine has restarted this run, or continued it without")
+
+
 def test_old_checkpoints_are_deleted_there_too(tmp_path: Path) -> None:
     machine = add_machine(tmp_path, "first", keep_checkpoints=1, min_train_tokens=64 * 5)
     machine.train_here()
