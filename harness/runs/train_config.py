@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from harness.common.errors import UserError
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
+from harness.model.tensor_names import WEIGHTS
 from harness.runs.upstream import NOTEBOOK_KEYS, translate_upstream
 
 LARGEST_PRICE = 1e9
@@ -452,6 +453,11 @@ def keys_affecting(kind: Affects) -> tuple[str, ...]:
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
     """Read and check a train.json. Keys of the lab notebook's program (upstream.py) are replaced by ours;
     `translate_upstream` explains `has_experts`. Raises UserError if the file is missing or wrong."""
+    if not path.exists() and (path.parent / WEIGHTS).exists():  # written by `convert_hf.py import`
+        raise UserError(
+            f"{path}: no such file; to train an imported model further, name its {WEIGHTS} by the key "
+            '"initial_weights" in a run with the same model.json'
+        )
     raw = read_json_object(path)
     try:
         return parse_config(TrainConfig, translate_upstream(raw, has_experts=has_experts), path)

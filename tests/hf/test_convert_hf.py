@@ -308,6 +308,8 @@ def test_a_model_of_transformers_becomes_ours(tmp_path: Path, tied: bool, sharde
     printed = InProcess(tmp_path).script("test_smoke.py", "r", "--prompt", "def f(", "--temperature", "0").stdout
     assert printed.startswith("def f(")
     not_imported(tmp_path, says="exists")
+    further = InProcess(tmp_path).command("ddp_train.py", "r", "datasets")
+    further.refuses("train.json: no such file; to train an imported model further", '"initial_weights"')
     card = convert(tmp_path, "publish", "r", "me/x", "--card").stdout
     assert "imported" not in card, "the card tells nothing of this machine"
     assert str(tmp_path) not in card
