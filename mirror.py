@@ -85,8 +85,8 @@ def follow(url: str, run: str) -> None:
 def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
     """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings.
 
-    Checkpoints that the run has abandoned here by going back are set aside at URL, too: their meta.json becomes
-    meta-aside.json, so that no machine continues from them. Summary and chart at URL are then replaced or deleted.
+    If the run has gone back to an earlier step here, the later checkpoints at URL are set aside: their meta.json
+    becomes meta-aside.json, so that no machine continues from them. Summary and chart at URL are replaced or deleted.
     """
     from harness.mirror.home import push_run
     from harness.runs.directory import RunDirectory

@@ -105,8 +105,9 @@ EXIT = Exit()
 
 
 def tell_how_to_continue(undoing: str | None) -> None:
-    """Set `EXIT.again`, the remedy in this process's messages: to run the same command again, without the argument
-    `undoing` (such as "--restart"; None: no argument) if that has undone earlier work already."""
+    """Set `EXIT.again`, the remedy in this process's messages: to run the same command again. `undoing` is an argument
+    of the command that undoes earlier work, such as "--restart", or None. The remedy then says to omit it if it has
+    taken effect."""
     EXIT.again = f"{AGAIN} (without {undoing} if that has taken effect)" if undoing else AGAIN
 
 

@@ -323,8 +323,8 @@ class Uploads:
                     self.mirror.delete(f"checkpoints/{name}")
 
     def _prune(self, there: dict[str, int]) -> None:
-        """Delete all but the newest `keep` of the mirror's checkpoints that are neither wanted nor set aside. Nothing
-        is deleted while a wanted one must still be sent."""
+        """Delete old checkpoints from the mirror. Those in `_wanted`, those set aside and the newest `keep` of all
+        others stay. Nothing is deleted while one in `_wanted` must still be sent."""
         wanted = {path.name for path in self._wanted()}
         if self.keep is None or self._unsent():
             return

@@ -451,8 +451,8 @@ def keys_affecting(kind: Affects) -> tuple[str, ...]:
 
 
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
-    """Read and check a train.json. Keys of the lab notebook's program (upstream.py) are replaced by ours;
-    `translate_upstream` explains `has_experts`. Raises UserError if the file is missing or wrong."""
+    """Read and check a train.json. Keys of the lab notebook's program (see runs/upstream.py) are replaced by ours.
+    `has_experts` says if model.json has experts. Raises UserError if the file is missing or wrong."""
     if not path.exists() and (path.parent / WEIGHTS).exists():  # written by `convert_hf.py import`
         raise UserError(
             f"{path}: no such file; to train an imported model further, name its {WEIGHTS} by the key "
