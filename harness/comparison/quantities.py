@@ -377,8 +377,8 @@ def _finite_test_losses(record: RunRecord) -> Values:
 
 
 def _trained_on(record: RunRecord) -> Values:
-    """Return, for each split with a test loss, the percentage of the compared 13-grams that also occur in the run's
-    training data."""
+    """Return, for each measured split for which it is known, the percentage of the compared 13-grams that also occur in
+    the run's training data; or the reason why it is not known for any."""
 
     def read(result: LossResult) -> tuple[float | None, str] | None:
         found = result.trained_on

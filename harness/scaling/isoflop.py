@@ -180,7 +180,7 @@ def _optimum(
 
 def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
     """Return the power laws of the best size, its tokens and its loss over FLOPs, or the reason why there are none.
-    `lowest` has (FLOPs, optimum, `_minima` of the draws) for each profile with an optimum."""
+    `lowest` has (FLOPs, optimum, `_minima` of its bootstrap draws) for each profile with an optimum."""
     if len(lowest) < LEAST_PROFILES:
         return Inconclusive(f"a power law needs {LEAST_PROFILES} profiles with a best size (given: {len(lowest)})")
     inverse_2xK = np.linalg.pinv(np.vander(np.log([flops for flops, _, _ in lowest]), 2))

@@ -106,8 +106,8 @@ class Sweep(BaseModel):
         for name in names:
             if not isinstance(name, str) or not SAFE_NAME.fullmatch(name):
                 raise ValueError(
-                    f'in "together": key "name": {quoted(name)} must be a text of letters, digits and _ . + - '
-                    "that does not begin with . + or -"
+                    f'in "together": key "name": {quoted(name)} must be a plain name of ASCII letters, '
+                    "digits and _.+- that does not begin with . + or -"
                 )
             if names.count(name) > 1:
                 raise ValueError(f'in "together": key "name": {quoted(name)} is given twice; give each entry its own')

@@ -274,7 +274,7 @@ class SweepRunner:
     def _next_run(self) -> DerivedRun | None:
         """Return the first waiting run that can be started now, or None. A run has to wait in these cases:
 
-        - Another process on this machine trains it.
+        - Another process on this machine holds its lock, in most cases to train it.
         - A run under way may be downloading a dataset that the run needs, too.
         """
         downloading = {name for attempt in self.attempts for name in attempt.run.train_config.dataset_weights}

@@ -53,8 +53,8 @@ Show = Callable[[Encoded, StreamSize], None]
 
 
 class HeldOut(Protocol):
-    """Held-out text. Documents that occur in it are left out of the dataset that is being made. Implemented by
-    harness/data/overlap.py, which this package must not import."""
+    """Held-out text. Documents that overlap with it too much are left out of the dataset that is being made.
+    Implemented by harness/data/overlap.py, which this package must not import."""
 
     described: list[list[str]]
 
