@@ -50,7 +50,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
     "--cache",
     type=click.Path(path_type=Path),
     help="File for the judge's answers.  [default: judgements.jsonl beside the RESPONSES file whose path sorts first; "
-    "one beside any other RESPONSES file is also read]",
+    "answers in a judgements.jsonl beside another RESPONSES file are used, too]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every score.")
 @click.option("--price-in", type=PRICE, help="Dollars for a million tokens of prompts, to print the cost.")

@@ -58,7 +58,7 @@ PLAIN_AXES = ("hours", "dollars")  # axes whose numbers are written without a pr
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of one or several runs over an axis."""
+    """One line in a chart: the loss of one run, or the mean loss of several runs."""
 
     label: str
     x: list[float]  # places on the axis

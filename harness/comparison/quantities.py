@@ -192,7 +192,8 @@ def training_basis(record: RunRecord) -> Basis | None:
 
 
 def validation_basis(record: RunRecord) -> Basis | None:
-    """Return the basis of a run's validation losses (their text), or None if that text is not recorded."""
+    """Return the basis of a run's validation losses (the text that they are measured on), or None if that text is not
+    recorded."""
     text, name = validation_text(record.model, record.train, record.dataset), record.dataset.get("name")
     if text is None:
         return None

@@ -68,7 +68,8 @@ class Matrix:
 
 
 def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Matrix]:
-    """Return the matrices of a parameter of `model`."""
+    """Return the matrices that a parameter of `model` consists of: the projections of queries, keys and values if it is
+    their fused matrix, else one."""
     found, start = [], 0
     for part in split_fused(name, parameter.detach(), model.config).values():  # type: ignore[arg-type]
         found.append(Matrix(name, start, *part.shape))
