@@ -21,7 +21,7 @@ from harness.runs.summary import RunSummary, read_summary
 FLOPS_PER_PARAMETER = 6  # and per token: C = 6ND for N parameters, D tokens (Kaplan et al., arXiv:2001.08361, 2.1)
 COLUMNS = ("parameters", "flops", "loss")
 OPTIONAL_COLUMNS = ("tokens", "name")
-SAME_SIZE = 0.01  # sizes, or token counts, less than 1 % apart count as one
+SAME_SIZE = 0.01  # sizes, or token counts, at most 1 % apart count as one
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Points:
 
 
 def different(values: np.ndarray) -> int:
-    """Return the number of different sizes or token counts in `values`. After sorting, a value less than 1 % above the
+    """Return the number of different sizes or token counts in `values`. After sorting, a value at most 1 % above the
     one before it counts as the same."""
     gaps = np.diff(np.sort(np.log(values)))
     return int(np.count_nonzero(gaps > SAME_SIZE)) + 1 if len(values) else 0

@@ -110,7 +110,7 @@ class TextSource:
 
 
 def short_name(inputs: Sequence[str]) -> str:
-    """Return the names of the input files and folders without their paths, joined and abbreviated."""
+    """Return the inputs (files, folders and globs) without the folders in front, joined and abbreviated."""
     return abbreviated([Path(os.path.abspath(each)).name for each in inputs])  # "." has no name of its own
 
 
