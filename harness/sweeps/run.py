@@ -29,6 +29,7 @@ from harness.common.errors import (
     UserError,
     handle_stopping_signals,
     ignores_hangup,
+    printable,
 )
 from harness.common.libraries import usable_cores
 from harness.common.lock import is_held
@@ -343,7 +344,8 @@ class SweepRunner:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         log = path.open("ab", buffering=0)
         try:
-            log.write(f"\n$ {' '.join(command)}  # {begun}{shared}\n".encode())
+            # `printable`: a folder's name can hold line breaks, and bytes that are not UTF-8
+            log.write(f"\n$ {printable(' '.join(command))}  # {begun}{shared}\n".encode())
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ from harness.common.lock import RunLock
 from harness.runs.metrics import MetricsFile, TrainEvent
 from harness.sweeps.file import SweepRuns
 from harness.sweeps.plan import Planner, status_lines, status_of
-from harness.sweeps.run import SweepRunner
+from harness.sweeps.run import SweepRunner, earlier_attempts
 from tests.support.launch import Result, Workshop, finish
 from tests.support.sweeping import (
     add_summary,
@@ -137,6 +137,15 @@ def test_one_after_the_other_until_all_are_finished(shop: Workshop) -> None:
     ended = run(shop, sweep)
     assert ended.said == []
     assert (ended.end, ended.error) == (["", "2 finished"], "")
+
+
+def test_a_datasets_folder_with_a_line_break_and_a_byte_that_is_not_utf8_in_its_name(shop: Workshop) -> None:
+    sweep = make(shop, vary={"random_seed": [1]})
+    planner = Planner(Path(os.fsdecode(b"%a\n\xfc" % bytes(shop.datasets))), processes=1)
+    with redirect_stdout(io.StringIO()):
+        SweepRunner(sweep.runs, planner, shop.path / "in_place.py").run()
+    assert states(sweep) == {"seed1": "finished"}
+    assert len(earlier_attempts(sweep.runs[0], 1.0)) == 1, "its time counts"
 
 
 def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:
