@@ -29,7 +29,13 @@ from harness.evaluation.instruct.finetune import (
     fine_tune,
     mean_loss,
 )
-from harness.evaluation.instruct.responses import AnsweringModel, Instruction, InstructionSplits, read_responses
+from harness.evaluation.instruct.responses import (
+    AnsweringModel,
+    Instruction,
+    InstructionSplits,
+    local_instructions,
+    read_responses,
+)
 from harness.model.precision import Precision
 from harness.model.weights import save_weights
 from harness.runs.directory import RunDirectory
@@ -411,3 +417,14 @@ def test_instructions_are_downloaded_once_and_whole_into_the_users_cache(shop: W
             assert refused.error_lines[0].startswith(f"error: {address}/{name}:")
     [kept] = [path for path in (shop.path / "cache").rglob("*") if path.is_file()]
     assert json.loads(kept.read_text()) == ENTRIES, "nothing half-written"
+
+
+def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError("uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(UserError, match="set HOME or XDG_CACHE_HOME, or give a file by --data"):
+        local_instructions("https://example.com/instructions.json")

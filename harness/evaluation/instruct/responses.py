@@ -98,7 +98,12 @@ def local_instructions(file_or_url: str) -> Path:
     UserError if the download fails, or does not give an instruction file. A local path is not checked."""
     if not file_or_url.lower().startswith(("http://", "https://")):
         return Path(file_or_url)
-    folder = user_cache()
+    try:
+        folder = user_cache()
+    except RuntimeError:  # this user has no home directory
+        raise UserError(
+            f"{file_or_url}: no cache for it; set HOME or XDG_CACHE_HOME, or give a file by --data"
+        ) from None
     name = PurePosixPath(file_or_url.partition("?")[0]).name
     try:
         path = folder / f"{hashlib.sha256(file_or_url.encode()).hexdigest()[:16]}-{name}"
