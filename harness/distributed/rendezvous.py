@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from harness.common.errors import EXIT, TELLING_SECONDS, PeerError, RunError, end_for_good, tell_soon
+from harness.common.errors import EXIT, TELLING_SECONDS, PeerError, RunError, UserError, end_for_good, tell_soon
 from harness.common.messages import tell
 from harness.common.processes import is_launched
 from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
@@ -47,6 +47,7 @@ PEER_GONE_TEXTS = (
     "remote process exited",
 )
 TIMED_OUT_TEXT = "Timed out waiting"
+NO_INTERFACE_TEXT = "Unable to find address for: "  # gloo's error for an interface that is not there; its name follows
 NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo's error if a rank could not be reached at the address that it gave
 
 
@@ -179,11 +180,17 @@ def connection_errors_as_peer_errors() -> Iterator[None]:
 
     - PeerError: the connection to another rank is gone.
     - RunError: the body timed out, or a rank could not be reached at its address.
+    - UserError: GLOO_SOCKET_IFNAME names an interface that this machine lacks.
     """
     try:
         yield
     except RuntimeError as error:
         text = str(error)
+        if NO_INTERFACE_TEXT in text:
+            given = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}"
+            raise UserError(
+                f"{given}: no such interface, or it has no address; `ip -brief address` lists them"
+            ) from None
         if NO_FULL_MESH_TEXT in text:  # a host name that resolves to a loopback address, such as Debian's 127.0.1.1
             raise RunError(
                 f"a rank cannot be reached at the address that {socket.gethostname()} or another machine gave for "

@@ -26,6 +26,15 @@ def test_a_store_that_is_gone_is_a_lost_peer() -> None:
         raise DistNetworkError(STORE_GONE)
 
 
+def test_an_interface_that_is_not_there_is_one_line(shop: Workshop) -> None:
+    shop.add_run()
+    result = shop.attempt("--processes", "2", environment={"GLOO_SOCKET_IFNAME": "nowhere0"})
+    assert result.status == 2
+    assert result.error_lines == [
+        "error: GLOO_SOCKET_IFNAME=nowhere0: no such interface, or it has no address; `ip -brief address` lists them"
+    ]
+
+
 def agree(store: HashStore, ranks: range = range(SIZE), timeout: float = 20.0) -> list[str]:
     """Return the restart ids that the given ranks agree on if they start at the same time."""
     with ThreadPoolExecutor(SIZE) as pool:
