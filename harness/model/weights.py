@@ -4,6 +4,7 @@ several checkpoint tensors."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -83,4 +84,5 @@ def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
     path.touch()
     mode = path.stat().st_mode  # as the umask asks; safetensors replaces the file by one with mode 0600
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)
+    with suppress(OSError):  # some file systems have no permissions
+        path.chmod(mode)

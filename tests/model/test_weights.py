@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.model.tensor_names import check_weights_file
-from harness.model.weights import load_weights
+from harness.model.weights import load_weights, save_weights
 from tests.model.test_model import random_model, shape
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -159,3 +159,15 @@ def test_checkpoint_tensors_share_no_memory() -> None:
         assert tensor.is_contiguous()
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         assert not tensor.requires_grad
+
+
+def test_weights_are_saved_on_a_file_system_without_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no permissions here")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    tensors = {"a": torch.arange(3.0)}
+    save_weights(tensors, tmp_path / "w.safetensors")
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], tensors["a"])
