@@ -89,6 +89,8 @@ def main(
         check_writable(path.absolute().parent)
         if path.is_dir():
             raise UserError(f"{path}: is a folder; name a file")
+    if html and chart and html.resolve() == chart.resolve():
+        raise UserError(f"--html and --chart: both name {html}; give each its own file")
     references = _read_references(reference)
     arm = () if baseline is None else _runs_of_arm(runs_dir, baseline, runs)
     baseline = arm[0] if arm else None

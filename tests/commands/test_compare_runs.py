@@ -284,6 +284,7 @@ def test_a_hundred_runs_are_read_about_as_fast_as_their_files_are_parsed_four_ti
         (["a", "--chart", "x.png", "--reference", "GPT-2"], 'must be LABEL=LOSS, such as "GPT-2 small=3.500"'),
         (["a", "--chart", "x.png", *["--reference", "x=3", "--reference", " x = 4"]], 'a second line called "x"'),
         (["a", "--chart", "x.png"], "--chart: nothing to draw: "),
+        (["a", "--html", "x.png", "--chart", "./x.png"], "both name x.png; give each its own file"),
         (["a", "--html", ""], ".: is a folder; name a file"),  # of --html "$PAGE", if there is no variable PAGE
         (["a", "--prices", "x"], "--prices belongs with --machines"),
         (["a", "--machines", "--prices", "nothing.json"], "nothing.json: no such file"),
