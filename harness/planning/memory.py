@@ -43,7 +43,9 @@ def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> 
     state = optimizer_state_bytes(config, model) // (ranks if config.shard_optimizer else 1)
     fixed = FP32 * model.parameters * (2 if are_kept else 1) + state
     fixed += 3 * model.n_layers * model.block_weights  # measured: 3 bytes for each weight, 2 of them for a copy in bf16
-    loss = CHUNK_BYTES + 2 * BF16 * model.vocab_size * model.emb_dim  # with the head's weight, and its gradient
+    logits = BF16 * tokens * model.vocab_size
+    # one of the loss's equal chunks, the head's weight in bf16, and its gradient in fp32
+    loss = logits // -(-logits // CHUNK_BYTES) + (BF16 + FP32) * model.vocab_size * model.emb_dim
     residual = (BF16 if config.residual_precision == "bf16" else FP32) * model.emb_dim
     # A compiled step in bf16 reaches its peak while the loss is computed. With activation checkpointing, the peak may
     # be in a block's backward pass instead. With a small microbatch, it may be in the optimizer's update, when all

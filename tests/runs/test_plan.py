@@ -165,6 +165,31 @@ def test_the_memory_of_a_step_is_at_least_that_of_its_update(tmp_path: Path) -> 
     assert 16 * model.parameters <= needed < 1.1 * 16 * model.parameters
 
 
+# GiB that torch allocated at the peak of a compiled step on the null device (tests/nullcuda/steps.py): changes of a
+# model of 2 layers of 768, and the microbatch of one rank.
+SMALL_STEPS: list[tuple[dict[str, Any], int, float]] = [
+    ({"drop_rate": 0.1}, 8, 2.219),
+    ({"n_layers": 3}, 1, 1.593),
+    ({"tie_weights": True}, 1, 1.038),
+    ({"n_layers": 3, "vocab_size": 8192, "context_length": 4096}, 4, 2.193),
+    ({"vocab_size": 256000}, 1, 6.274),
+    ({"vocab_size": 256000, "tie_weights": True}, 4, 4.262),
+]
+
+
+@pytest.mark.parametrize(("model", "microbatch", "gib"), SMALL_STEPS)
+def test_the_memory_of_a_step_with_a_small_loss_or_a_large_head(
+    tmp_path: Path, model: dict[str, Any], microbatch: int, gib: float
+) -> None:
+    experiment = experiment_of(shipped(tmp_path, "8xh100m80"), "8xh100m80")
+    shape = ModelConfig(
+        vocab_size=50257, context_length=1024, emb_dim=768, n_heads=12, n_layers=2, drop_rate=0.0, qkv_bias=False
+    )
+    shape = shape.model_copy(update=model)
+    needed = step_bytes(shape, experiment.config, BatchLayout(1, 1, microbatch, shape.context_length))
+    assert needed == pytest.approx(gib * 2**30, rel=0.03)
+
+
 def test_a_step_that_no_gpu_can_hold_is_remarked_on(tmp_path: Path) -> None:
     for microbatch, is_too_much in ((100, False), (120, True)):
         where = shipped(tmp_path / str(microbatch), "8xa100m40", microbatch_size=microbatch)
