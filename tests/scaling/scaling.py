@@ -13,6 +13,7 @@ from harness.scaling.data import Point, Points
 from harness.scaling.laws import Law
 
 FIXTURES = Path(__file__).parents[1] / "runs" / "fixtures"
+SUMMARY: dict[str, Any] = json.loads((FIXTURES / "one_rank" / "summary.json").read_text())
 A, B = 450.0, 2100.0
 LAW = Law(*np.array([1.8, np.log(A), np.log(B), 0.35, 0.37]))
 BUDGETS = (1e18, 4e18, 1.6e19, 6.4e19)
@@ -52,6 +53,5 @@ def run_in(folder: Path, name: str, **changed: Any) -> RunDirectory:
     """Write a finished run with some values of its summary.json changed, and return it."""
     run = RunDirectory(folder / name)
     run.path.mkdir()
-    summary = json.loads((FIXTURES / "one_rank" / "summary.json").read_text())
-    run.summary.write_text(json.dumps(summary | changed))
+    run.summary.write_text(json.dumps(SUMMARY | changed))
     return run
