@@ -284,8 +284,6 @@ def test_the_commands_own_checkpoints(real_run: Path) -> None:
     with safe_open(latest / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == GPTModel(ModelConfig(**MODEL)).to_checkpoint_names().keys()
-    public = {"tok_emb.weight", "pos_emb.weight", "out_head.weight", "trf_blocks.0.att.W_query.weight"}
-    assert public <= saved.weights.keys()
     assert not re.findall(r"module\.|_orig_mod\.|mask", " ".join([*saved.weights, *saved.optimizer]))
     assert len(saved.train_state["ranks"]) == 1
     assert (saved.meta.global_step, saved.meta.tokens_seen) == (19, 1280)
