@@ -3,23 +3,18 @@ after a resume."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.common.json_files import read_json_object
 from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
 from harness.runs.throughput import same_kernels
 from tests.support.in_process import InProcess
+from tests.support.launch import meta_of, summary_of
 
 # Keys of meta.json that an earlier version did not write.
 NEW_KEYS = {"foreign_tokens", "device", "microbatch_size", "accumulation_steps"}
 NEW_KEYS |= {"measured_from_step", "measured_from_tokens", "measured_from_seconds"}
-
-
-def summary_of(run: Path) -> dict[str, Any]:
-    return read_json_object(run / "summary.json")
 
 
 def test_another_world_size_is_measured_anew(shop: InProcess) -> None:
@@ -52,7 +47,7 @@ def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: InProce
     run = shop.add_run(min_train_tokens=640)
     assert shop.attempt().status == 0
     latest = (run / "checkpoints" / "latest").resolve()
-    meta = read_json_object(latest / "meta.json")
+    meta = meta_of(run)
     assert meta.keys() >= NEW_KEYS
     write_meta(latest, CheckpointMeta(**{key: value for key, value in meta.items() if key not in NEW_KEYS}))
     (run / "summary.json").unlink()

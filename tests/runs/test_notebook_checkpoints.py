@@ -15,13 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import UserError
-from harness.common.json_files import read_json_object
 from harness.runs.train_config import TrainConfig
 from harness.runs.upstream import optimizer_by_name
 from harness.training.adamw import AdamW
 from tests.support.configs import SEED_TRAIN, refusal
 from tests.support.in_process import InProcess
-from tests.support.launch import MODEL, metrics
+from tests.support.launch import MODEL, meta_of, metrics, summary_of
 from tests.support.notebook_model import NotebookRun, notebook_model
 from tests.support.planning import plan, rows
 
@@ -29,6 +28,7 @@ STEPS = 4
 NAME = f"20251206Z014912-iteration-{STEPS - 1}"
 # The notebook's program trains on one microbatch in each step and process.
 SETTINGS: dict[str, Any] = {
+    "model": {"drop_rate": 0.0},
     "gradient_accumulation_steps": None,
     "min_train_tokens": 12 * 32,
     "precision": "fp32",
@@ -41,8 +41,9 @@ def workshop(path: Path, **shape: Any) -> tuple[InProcess, NotebookRun, Path]:
     run "r"."""
     shop = InProcess(path)
     shop.add_dataset()
-    run = shop.add_run("r", model={"drop_rate": 0.0, **shape}, **SETTINGS)
-    config = ModelConfig(**MODEL | {"drop_rate": 0.0, **shape})
+    model = SETTINGS["model"] | shape
+    run = shop.add_run("r", **SETTINGS | {"model": model})
+    config = ModelConfig(**MODEL | model)
     tokens = load_file(shop.datasets / "local" / "letters" / "train.safetensors")["tokens"]
     notebook = NotebookRun(config, tokens, 2)
     notebook.train(STEPS)
@@ -69,7 +70,7 @@ def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str,
     start = weights_of(shop.runs / "r", NAME)
     moved = {name: (tensor - start[name]).abs().max() for name, tensor in ours.items() if name in start}
     assert min(moved[name] for name in moved if not name.endswith("W_key.bias")) > 1e-4, "the steps changed all of them"
-    meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
+    meta = meta_of(shop.runs / "r")
     assert (meta["global_step"], meta["tokens_seen"]) == (11, 12 * 32)
     assert [event["global_step"] for event in metrics(shop.runs / "r") if event["event"] == "train"][-1] == 11
     # Without a name the command resumes from this program's own checkpoint, which is finished.
@@ -102,11 +103,10 @@ def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> No
     """The time of a notebook's four steps is unknown. The summary, the metrics and a plan therefore measure the speed
     and cost over the steps of this program alone, also after more steps and when the summary is written again."""
     shop, _, _ = workshop(tmp_path)
-    run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, price_per_hour=3600.0, report_interval=2)
+    run = shop.add_run("r", **SETTINGS, price_per_hour=3600.0, report_interval=2)
     assert shop.attempt(NAME).status == 0
-    summary = read_json_object(run / "summary.json")
-    meta = read_json_object(run / "checkpoints" / "latest" / "meta.json")
-    for record in (summary, meta):
+    summary = summary_of(run)
+    for record in (summary, meta_of(run)):
         assert (record["tokens_seen"], record.get("trained_tokens", 256)) == (12 * 32, 8 * 32)
     seconds = summary["seconds"]["training"]
     assert summary["measured"] == {"global_steps": 8, "tokens": 8 * 32, "seconds": pytest.approx(seconds, abs=0.002)}
@@ -127,7 +127,7 @@ def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> No
     assert re.search(
         r"^Throughput: [\d,]+ tokens/second of training \(256 tokens in [\d.]+ s with ", printed, re.MULTILINE
     )
-    again = read_json_object(run / "summary.json")
+    again = summary_of(run)
     for key in ("trained_tokens", "tokens_seen", "device", "world_size"):
         assert again[key] == summary[key]
     assert again["measured"]["tokens"] == 8 * 32
@@ -139,15 +139,15 @@ def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> No
     assert speed.startswith(f"{again['tokens_per_second']:,.0f} tokens/s of training alone")
     assert "measured over 20 steps, 256 tokens" in speed
     # After another resume the seconds are those of all tokens that this program has trained.
-    shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": 16 * 32}, price_per_hour=3600.0)
+    shop.add_run("r", **SETTINGS | {"min_train_tokens": 16 * 32}, price_per_hour=3600.0)
     assert shop.attempt().status == 0
-    longer = read_json_object(run / "summary.json")
+    longer = summary_of(run)
     assert (longer["trained_tokens"], longer["measured"]["tokens"]) == (12 * 32, 12 * 32)
     assert longer["measured"]["seconds"] == pytest.approx(longer["seconds"]["training"], abs=0.002)
     assert longer["tokens_per_second"] == pytest.approx(12 * 32 / longer["seconds"]["training"], rel=0.02)
     # After a new start from the notebook's checkpoint they are those of the tokens trained since then.
     assert shop.attempt(NAME).status == 0
-    back = read_json_object(run / "summary.json")
+    back = summary_of(run)
     assert (back["trained_tokens"], back["measured"]["tokens"]) == (12 * 32, 12 * 32)
     assert back["tokens_per_second"] == pytest.approx(12 * 32 / back["seconds"]["training"], rel=0.02)
 
@@ -156,7 +156,7 @@ def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -
     """Training and the plan refuse to resume a notebook's AdamW state with Muon, name the remedy, and change no file. A
     checkpoint without optimizer.pt can be resumed with Muon."""
     shop, _, folder = workshop(tmp_path)
-    run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, optimizer="muon")
+    run = shop.add_run("r", **SETTINGS, optimizer="muon")
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
     line = shop.attempt(NAME).refuses(
         'made with "optimizer": "adamw", but train.json has "muon"; restore the old value, use --restart, or let',
@@ -185,7 +185,7 @@ def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
     """A run is finished if it resumes from a notebook's checkpoint that already has all steps. No summary is written,
     because this program has trained nothing."""
     shop, _, _ = workshop(tmp_path)
-    shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": STEPS * 32})
+    shop.add_run("r", **SETTINGS | {"min_train_tokens": STEPS * 32})
     assert "is finished" in shop.attempt(NAME).stdout
     assert not (shop.runs / "r" / "summary.json").exists()
 
@@ -194,11 +194,11 @@ def test_a_ceiling_before_the_first_step_leaves_a_checkpoint_to_continue(tmp_pat
     """The notebook's checkpoint has no optimizer state, and so the one saved at the ceiling has none."""
     shop, _, folder = workshop(tmp_path)
     (folder / "optimizer.pt").unlink()
-    shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, max_hours=1.0)
+    shop.add_run("r", **SETTINGS, max_hours=1.0)
     late = "from tests.support.faults import *\nbefore(WARM_UP, two_hours_later)"
     ended = shop.train("r", NAME, ranks=1, prelude=late, expect=3)
     assert "stopped by max_hours" in ended.error_lines[0]
-    shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, max_hours=9.0)
+    shop.add_run("r", **SETTINGS, max_hours=9.0)
     assert shop.attempt().status == 0
 
 
@@ -262,14 +262,9 @@ def test_two_ranks_continue_it_or_start_from_its_weights(tmp_path: Path) -> None
     on all ranks, with a new optimizer."""
     shop, _, folder = workshop(tmp_path)
     assert "256 tokens\n  are counted as seen" in shop.train("r", NAME, ranks=2).stdout
-    meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
-    assert meta["tokens_seen"] == 12 * 32
-    shop.add_run(
-        "s",
-        model={"drop_rate": 0.0},
-        **SETTINGS | {"learning_rate": 1e-12},
-        initial_weights=f"../r/checkpoints/{NAME}/model.safetensors",
-    )
+    assert meta_of(shop.runs / "r")["tokens_seen"] == 12 * 32
+    initial = f"../r/checkpoints/{NAME}/model.safetensors"
+    shop.add_run("s", **SETTINGS, learning_rate=1e-12, initial_weights=initial)
     result = shop.train("s", ranks=2)
     assert "starting from ../r/checkpoints" in result.stdout
     start = load_file(folder / "model.safetensors")
@@ -321,7 +316,5 @@ def test_a_mixture_of_experts_is_the_notebooks_with_its_optimizers_state() -> No
     for name, parameter in theirs.named_parameters():
         if name in found:
             assert torch.equal(found[name]["exp_avg"], optimizer.state[parameter]["exp_avg"]), name
-    assert {name for name in found if ".ff." in name} == {
-        name for name, _ in theirs.named_parameters() if ".ff." in name
-    }
+    assert {name for name in found if ".ff." in name} == {name for name in theirs.state_dict() if ".ff." in name}
     own.load_named_state(found)
