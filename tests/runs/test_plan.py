@@ -146,14 +146,6 @@ def test_a_key_that_cannot_be_lower_is_no_remedy(shop: Workshop) -> None:
             make_plan(experiment_of(shop, name), 1, None)
 
 
-def test_a_run_that_has_begun_starts_from_its_checkpoint_even_if_the_dataset_is_not_here(shop: Workshop) -> None:
-    shop.add_run(min_train_tokens=64)
-    assert shop.attempt().status == 0
-    shop.add_run(min_train_tokens=-1)
-    shutil.rmtree(shop.datasets)
-    assert rows(shop)["starts from"] == "its checkpoint"
-
-
 def test_the_memory_of_a_step_is_at_least_that_of_its_update(tmp_path: Path) -> None:
     """Weights, gradients and AdamW's two moments have 16 bytes for each parameter. In a model with large tables and a
     small microbatch, the activations are smaller than these gradients."""
@@ -314,12 +306,15 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
     assert "local/elsewhere is not in" in elsewhere
 
 
-def test_a_run_cannot_continue_with_another_dataset_even_if_it_is_not_here(shop: Workshop) -> None:
-    """A plan refuses the change before the new dataset is downloaded."""
+def test_a_run_that_has_begun_whose_dataset_is_not_here(shop: Workshop) -> None:
+    """A plan refuses another dataset before it is downloaded. With its own, the run starts from its checkpoint."""
     shop.add_run(min_train_tokens=64)
     assert shop.attempt().status == 0
     shop.add_run(dataset="local/elsewhere", min_train_tokens=128)
     assert 'made with "dataset": "local/letters"' in shop.attempt("--plan").stderr
+    shop.add_run(min_train_tokens=-1)
+    shutil.rmtree(shop.datasets)
+    assert rows(shop)["starts from"] == "its checkpoint"
 
 
 def test_a_vocabulary_far_larger_than_the_datasets_is_remarked_on(shop: Workshop) -> None:
