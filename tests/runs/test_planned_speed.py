@@ -74,26 +74,23 @@ def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
 
 # Speeds that were measured
 
+MEASURED: dict[str, Any] = {"global_steps": 250, "tokens": 1920, "seconds": 20.0}
+NO_SPEED = "no earlier run measured the speed of this model, batch and settings; give --assume-tps"
+
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"world_size": 2}, "batch and settings; give --assume-tps"),
-        ({"microbatch_size": 1}, "no earlier run measured the speed of this model"),
-        ({"model": MODEL | {"n_layers": 3}}, "no earlier run measured the speed of this model"),
-        ({"train": {"precision": "bf16"}}, "no earlier run measured the speed of this model"),
-        ({"tokens_per_second": None}, "no earlier run measured the speed of this model"),
-        (
-            {"measured": {"global_steps": 19, "tokens": 1216, "seconds": 20.0}},
-            "; a plan needs at least 20 steps of training; ",
-        ),
-        (
-            {"measured": {"global_steps": 250, "tokens": 1920, "seconds": 9.99}},
-            "; a plan needs at least 10 s of training; ",
-        ),
-        ({"measured": {"global_steps": 19, "tokens": 192, "seconds": 9.9}}, "at least 20 steps and 10 s of training"),
+        ({"world_size": 2}, NO_SPEED),
+        ({"microbatch_size": 1}, NO_SPEED),
+        ({"model": MODEL | {"n_layers": 3}}, NO_SPEED),
+        ({"train": {"precision": "bf16"}}, NO_SPEED),
+        ({"tokens_per_second": None}, NO_SPEED),
+        ({"measured": MEASURED | {"global_steps": 19}}, "; a plan needs at least 20 steps of training; "),
+        ({"measured": MEASURED | {"seconds": 9.99}}, "; a plan needs at least 10 s of training; "),
+        ({"measured": MEASURED | {"global_steps": 19, "seconds": 9.9}}, "at least 20 steps and 10 s of training"),
         # An earlier version divided all tokens by its own seconds, also tokens that another program or machine trained.
-        ({"measured": ...}, "no earlier run measured the speed of this model"),
+        ({"measured": ...}, NO_SPEED),
     ],
     ids=str,
 )
@@ -138,7 +135,7 @@ def test_an_unreadable_summary_gives_no_speed(shop: Workshop) -> None:
     shop.add_run()
     for text in ("{", "[]", "{}", "\udcff", "null"):
         summary.write_text(text, errors="surrogateescape")
-        assert "no earlier run measured the speed of this model" in rows(shop)["time and cost"]
+        assert NO_SPEED in rows(shop)["time and cost"]
 
 
 @pytest.mark.parametrize(("tps", "price"), [(1280, 3600.0), (2.5, 7.2), (1e6, 0.0)])
