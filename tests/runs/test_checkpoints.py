@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +54,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def test_what_is_loaded_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
-    tokenizer = tmp_path / "letters.json"
-    tokenizer.write_text('{"a": 1}')
-    saved = Checkpoint(
-        **{**a_checkpoint(7, is_best=True).__dict__, "tokenizer": (tokenizer.name, tokenizer.read_bytes())}
-    )
+def test_what_is_loaded_is_what_was_saved(folder: Path) -> None:
+    saved = replace(a_checkpoint(7, is_best=True), tokenizer=("letters.json", b'{"a": 1}'))
     path = save_checkpoint(folder, saved)
     assert re.fullmatch(r"\d{8}Z\d{6}-iteration-7", path.name)
     assert {file.name for file in path.iterdir()} == {*STATE_FILES, "meta.json", "letters.json"}
-    assert (path / "letters.json").read_bytes() == tokenizer.read_bytes()
+    assert (path / "letters.json").read_bytes() == b'{"a": 1}'
     checkpoints.verify_checkpoint(path)
     loaded = checkpoints.load_checkpoint(path)
     for part in ("weights", "optimizer", "scaler", "train_state"):
@@ -107,16 +104,16 @@ def test_a_link_is_never_missing_while_it_is_replaced(folder: Path) -> None:
     """The link is there whenever it is read in a loop while another thread replaces it."""
     paths = list(save_steps(folder, [1, 2]).values())
 
-    def replace() -> None:
+    def turn_it() -> None:
         for turn in range(50):
             checkpoints.point(folder, "latest", paths[turn % 2])
 
     with ThreadPoolExecutor() as pool:
-        replaced, looks = pool.submit(replace), 0
-        while not replaced.done():
+        turned, looks = pool.submit(turn_it), 0
+        while not turned.done():
             (folder / "latest").readlink()  # raises an error if there is no link
             looks += 1
-    replaced.result()
+    turned.result()
     assert looks > 50
 
 
@@ -252,7 +249,7 @@ def test_a_save_without_memory_does_not_blame_the_disk(shop: Workshop) -> None:
 
 def test_a_failed_write_leaves_the_folder_as_it_was(folder: Path) -> None:
     kept = save_checkpoint(folder, a_checkpoint(1, is_best=True))
-    broken = Checkpoint(**{**a_checkpoint(2, is_best=True).__dict__, "tokenizer": ("no/folder.json", b"")})
+    broken = replace(a_checkpoint(2, is_best=True), tokenizer=("no/folder.json", b""))
     with pytest.raises(RunError):
         save_checkpoint(folder, broken)
     assert {entry.name for entry in folder.iterdir()} == {kept.name, "latest", "best"}
