@@ -181,8 +181,7 @@ def test_when_a_reported_speed_is_that_of_this_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], changes: dict[str, Any], said: str
 ) -> None:
     """A reported speed is used only for its own number of ranks, batch and device. --assume-tps replaces it."""
-    gpus = options.get("gpus", [])
-    monkeypatch.setattr(planned_speed, "gpu_names", lambda: gpus)
+    monkeypatch.setattr(planned_speed, "gpu_names", lambda: options.get("gpus", []))
     given = {key: value for key, value in options.items() if key != "gpus"}
     assert said in rows(shipped(tmp_path, "8xa100m40", **changes), "8xa100m40", **given)["speed"]
 
