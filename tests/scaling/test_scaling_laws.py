@@ -135,10 +135,6 @@ def grid(sizes: int = 4, tokens: int = 4) -> tuple[np.ndarray, np.ndarray]:
     return n.ravel(), d.ravel()
 
 
-def loss_of(n: np.ndarray, d: np.ndarray) -> np.ndarray:
-    return np.asarray(LAW.loss(n, d))
-
-
 N, D = grid()
 RAY = np.geomspace(1e8, 1e10, 12)
 NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
@@ -147,12 +143,12 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
 @pytest.mark.parametrize(
     ("points", "reason"),
     [
-        (points_of(N[:8], D[:8], loss_of(N, D)[:8]), "its 5 coefficients need at least 9 points (given: 8)"),
+        (points_of(N[:8], D[:8], LAW.loss(N, D)[:8]), "its 5 coefficients need at least 9 points (given: 8)"),
         (points_of(N, D, np.full(16, 3.0)), "the loss does not change with parameters or tokens: neither exponent"),
         (points_of(N, D, 2 + 400 / D**0.3), "not show how the loss falls with parameters"),
-        (points_of(*grid(2, 8), loss_of(*grid(2, 8))), "it needs at least 3 different sizes (given: 2)"),
-        (points_of(*grid(8, 2), loss_of(*grid(8, 2))), "it needs at least 3 different numbers of tokens (given: 2)"),
-        (points_of(RAY, 20 * RAY, loss_of(RAY, 20 * RAY)), "size determines the number of tokens in all points"),
+        (points_of(*grid(2, 8), LAW.loss(*grid(2, 8))), "it needs at least 3 different sizes (given: 2)"),
+        (points_of(*grid(8, 2), LAW.loss(*grid(8, 2))), "it needs at least 3 different numbers of tokens (given: 2)"),
+        (points_of(RAY, 20 * RAY, LAW.loss(RAY, 20 * RAY)), "size determines the number of tokens in all points"),
         (points_of(N, D, 2 + 0.1 * np.log(N) + 400 / D**0.3), "parameters: the best fit's exponent is -"),
         pytest.param(points_of(N, D, 3 * np.exp(NOISE)), "exponent", marks=pytest.mark.slow),
     ],
