@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from harness.common.errors import UserError
 from harness.model.config import ModelConfig
 from harness.planning.experiment import changed_settings, changes_of_result, check_continuable, comparable_losses
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
 from harness.runs.train_config import TrainConfig
-from tests.support.configs import SEED_MODEL, SEED_TRAIN
+from tests.support.configs import SEED_MODEL, SEED_TRAIN, refusal
 
 MOE = {"num_experts": 4, "num_active_experts": 2}
 
@@ -38,9 +37,8 @@ def meta_of(then: Provenance) -> CheckpointMeta:
     ids=str,
 )
 def test_another_model(then: dict[str, Any], now: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_continuable(meta_of(provenance(then)), Path("c"), provenance(now))
-    assert str(refused.value) == f"c: made with another model: {said}; restore the old model, or use --restart"
+    message = refusal(check_continuable, meta_of(provenance(then)), Path("c"), provenance(now), begins="c")
+    assert message == f"c: made with another model: {said}; restore the old model, or use --restart"
 
 
 def test_another_place_in_the_text() -> None:
@@ -50,10 +48,8 @@ def test_another_place_in_the_text() -> None:
     for then, said in ((0, "0"), (None, "null")):
         meta = meta_of(provenance())
         meta.train["start_train_token"] = then
-        with pytest.raises(
-            UserError, match=rf'"start_train_token": {said}, but train.json has 7; restore the old value'
-        ):
-            check_continuable(meta, Path("c"), now)
+        message = refusal(check_continuable, meta, Path("c"), now, begins="c")
+        assert f'"start_train_token": {said}, but train.json has 7; restore the old value' in message
 
 
 @pytest.mark.parametrize(

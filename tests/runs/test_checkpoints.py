@@ -23,6 +23,7 @@ from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta, write_meta
 from harness.runs.checkpoints import Checkpoint, save_checkpoint
 from harness.runs.directory import RunDirectory
+from tests.support.configs import refusal
 from tests.support.in_process import InProcess
 from tests.support.launch import MODEL, Workshop
 
@@ -154,8 +155,7 @@ def test_meta_json_that_is_none_or_vouches_for_nothing(folder: Path, tmp_path: P
     meta = read_meta(path)
     for text in ("", "{", "[]", "{}", *(f'{{"global_step": {each}}}' for each in ('"1"', "null", '1, "sha256": []'))):
         (path / "meta.json").write_text(text)
-        with pytest.raises(UserError, match=re.escape(str(path / "meta.json"))):
-            checkpoints.verify_checkpoint(path)
+        refusal(checkpoints.verify_checkpoint, path, begins=str(path / "meta.json"))
     (tmp_path / "secret").write_text("x")
     for hashes, words in (
         ({}, "damaged: no SHA-256 of model"),
@@ -163,8 +163,7 @@ def test_meta_json_that_is_none_or_vouches_for_nothing(folder: Path, tmp_path: P
         ({"../../secret": "0", **meta.sha256}, "plain name"),
     ):
         write_meta(path, meta.model_copy(update={"sha256": hashes}))
-        with pytest.raises(UserError, match=words):
-            checkpoints.verify_checkpoint(path)
+        assert words in refusal(checkpoints.verify_checkpoint, path, begins=str(path))
 
 
 def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
@@ -177,8 +176,7 @@ def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
     checkpoints.verify_checkpoint(path)
     for old, new in (("1024", "1025"), ("1.25", "1.24"), ('"is_best": true', '"is_best": false'), ("tokens", "tokenr")):
         (path / "meta.json").write_text(text.replace(old, new))
-        with pytest.raises(UserError, match=r"meta.json: damaged"):
-            checkpoints.verify_checkpoint(path)
+        refusal(checkpoints.verify_checkpoint, path, begins=f"{path / 'meta.json'}: damaged")
     del meta["sha256"]["meta.json"]  # as earlier versions wrote it
     (path / "meta.json").write_text(json.dumps(meta))
     checkpoints.verify_checkpoint(path)
@@ -211,12 +209,9 @@ def test_nothing_later_moves_nothing(folder: Path) -> None:
     checkpoint. Then `best` is set to the best step, as the checkpoint to resume from records it."""
     paths = save_steps(folder, [0, 5], best=5)
 
-    def unwanted() -> Path:
-        raise AssertionError("a folder for moved checkpoints was requested")
-
     for best in (5, 0):
         checkpoints.point(folder, "best", paths[best])
-        checkpoints.rewind_to(folder, paths[5], unwanted)
+        checkpoints.rewind_to(folder, paths[5], lambda: pytest.fail("asks for a folder for moved checkpoints"))
         assert {(folder / link).readlink() for link in ("latest", "best")} == {Path(paths[5].name)}
 
 
@@ -236,13 +231,9 @@ checkpoints._write_files = write_without_memory
 
 def test_a_save_without_memory_does_not_blame_the_disk(shop: Workshop) -> None:
     run = shop.add_run()
+    said = f"{run / 'checkpoints'}: out of memory while writing the checkpoint of step 0: can't start new thread"
     result = shop.train(run.name, "--restart", ranks=1, expect=1, prelude=STARVED)
-    (line,) = result.error_lines
-    assert (
-        f"{run / 'checkpoints'}: out of memory while writing the checkpoint of step 0: can't start new thread" in line
-    )
-    assert "-f finds the largest" in line
-    assert "without --restart" in line
+    line = result.refuses(said, "-f finds the largest", "without --restart", status=1)
     assert "GiB free" not in line
     assert list((run / "checkpoints").iterdir()) == []
 

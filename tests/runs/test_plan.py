@@ -385,12 +385,11 @@ def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop) -> No
         model = GPTModel(ModelConfig(**MODEL | shape))
         save_file({name: each.contiguous() for name, each in model.to_checkpoint_names().items()}, weights)
 
-    named = f'train.json: key "initial_weights": {weights}: no such file; name the model.safetensors'
-    with pytest.raises(UserError, match=re.escape(named)):
-        plan(shop)
+    named = f'{weights.with_name("train.json")}: key "initial_weights": {weights}: '
+    missing = f"{named}no such file; name the model.safetensors"
+    refusal(plan, shop, begins=missing)
     weights.write_bytes(b"not one")
-    with pytest.raises(UserError, match=re.escape(f"{weights}: not a readable safetensors file")):
-        plan(shop)
+    refusal(plan, shop, begins=f"{named}not a readable safetensors file")
     write(emb_dim=32)
     words = "not the model's weights: tensor tok_emb.weight is [64, 32] in the file, [64, 16] in the model"
     assert shop.attempt().refuses(words) == f"error: {refusal(plan, shop, begins='')}"
@@ -399,5 +398,4 @@ def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop) -> No
     assert shop.attempt().status == 0
     weights.unlink()
     assert "starts from" not in rows(shop)
-    with pytest.raises(UserError, match="no such file"):
-        plan(shop, restart=True)
+    refusal(plan, shop, begins=missing, restart=True)

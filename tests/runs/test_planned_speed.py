@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from harness.common.errors import UserError
 from harness.planning import planned_speed
 from tests.runs.test_estimated_speed import FAST
+from tests.support.configs import refusal
 from tests.support.launch import MODEL, Workshop
 from tests.support.planning import EIGHT, add_summary, dollars, experiment_of, number, plan, rows, shipped
 
@@ -204,8 +204,7 @@ def test_a_reported_speed_is_its_models(tmp_path: Path) -> None:
     assert "reported" not in rows(where, run.name, **EIGHT)["speed"]
     (run / "model.json").write_text(model)
     (run / "reported.json").write_text((run / "reported.json").read_text().replace('"n_heads": 12', '"n_heads": 0'))
-    with pytest.raises(UserError, match=r'reported.json: key "n_heads"'):
-        plan(where, run.name, **EIGHT)
+    assert 'reported.json: key "n_heads"' in refusal(plan, where, run.name, **EIGHT)
 
 
 def test_a_run_is_planned_for_the_machine_that_it_is_named_after(

@@ -27,6 +27,7 @@ from harness.runs.results import (
     write_result,
     write_search,
 )
+from tests.support.configs import refusal
 
 WEIGHTS = MeasuredWeights(checkpoint="20260102Z030405-iteration-9", sha256="ab" * 32, global_step=9, is_best=True)
 TEXT = Text(
@@ -151,14 +152,12 @@ def test_a_loss_that_its_windows_contradict_is_left_out(run: RunDirectory, old: 
 
 def test_losses_of_windows_that_are_missing_too_few_or_of_another_type(run: RunDirectory) -> None:
     path = write_loss(run, LOSS, LOSSES[:2])
-    with pytest.raises(UserError, match=r"has losses of shape \[2\], not \[3\]; measure again"):
-        read_window_losses(run, LOSS)
-    save_file({"losses": torch.ones(3, dtype=torch.bfloat16)}, path.with_suffix(".safetensors"))
-    with pytest.raises(UserError, match="cannot read the losses of the windows"):
-        read_window_losses(run, LOSS)
-    path.with_suffix(".safetensors").unlink()
-    with pytest.raises(UserError, match="cannot read the losses of the windows"):
-        read_window_losses(run, LOSS)
+    windows = path.with_suffix(".safetensors")
+    refusal(read_window_losses, run, LOSS, begins=f"{windows}: has losses of shape [2], not [3]; measure again")
+    save_file({"losses": torch.ones(3, dtype=torch.bfloat16)}, windows)
+    refusal(read_window_losses, run, LOSS, begins=f"{windows}: cannot read the losses of the windows")
+    windows.unlink()
+    refusal(read_window_losses, run, LOSS, begins=f"{windows}: cannot read the losses of the windows")
 
 
 def test_a_name_that_leaves_the_folder_is_refused(run: RunDirectory) -> None:
