@@ -283,9 +283,7 @@ def test_recomputed_blocks_give_the_same_gradients(changes: dict[str, Any]) -> N
         loss_of(model, tokens, targets).backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    plain, recomputed = gradients(False), gradients(True)
-    for name, gradient in plain.items():
-        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,8 @@ def test_names_of_devices() -> None:
     for driver, name in DRIVER_NAMES.items():
         assert device(driver).name == name
         assert device(driver).matrix_peak == peak_flops(driver), "MFU uses another peak for the same device"
-    for people in ("a100-40gb", "A100 40 GB"):
-        assert device(people).name == "A100 40GB"
-    assert device("h100 sxm").name == "H100"
+    for people, name in (("a100-40gb", "A100 40GB"), ("A100 40 GB", "A100 40GB"), ("h100 sxm", "H100")):
+        assert device(people).name == name
     for other in (
         *("A100", "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"),
         *("NVIDIA GH200 480GB", "NVIDIA GB200", "Tesla T4", "H1000", ""),
