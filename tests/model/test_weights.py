@@ -105,9 +105,8 @@ def test_files_that_are_taken(tied: bool, change: Change, tmp_path: Path) -> Non
         (
             False,
             lambda _: random_model(shape(emb_dim=64)).to_checkpoint_names(),
-            "tensor tok_emb.weight is [97, 64] in the file, [97, 48] in the model; tensor pos_emb.weight is",
+            "[24, 48] in the model; tensor trf_blocks.0.norm1.scale is [64] in the file, [48] in the model and 41 more",
         ),
-        (False, lambda _: random_model(shape(emb_dim=64)).to_checkpoint_names(), "and 41 more"),
     ],
 )
 def test_another_models_files_are_refused_alike_by_header_and_by_loading(
