@@ -25,7 +25,6 @@ from harness.model.precision import Precision
 from tests.model.test_linear_cross_entropy import compiled_kernels as compiled_kernels
 from tests.model.test_model import block_of, random_model, random_tokens, shape
 
-EXPERTS = {"num_experts": 5, "num_active_experts": 2}
 # Name -> keys of model.json, for each lever alone.
 LEVERS: dict[str, dict[str, Any]] = {
     "no biases": {"linear_bias": False},
@@ -47,7 +46,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "value embeddings for each block": {"value_embeddings": 3, "n_kv_heads": 2},
     "embedding skip": {"embedding_skip": True},
     "bigrams": {"bigram_embedding": 50},
-    "experts": {"moe": EXPERTS},
+    "experts": {"moe": {"num_experts": 5, "num_active_experts": 2}},
     "gated experts without biases": {
         "moe": {"num_experts": 4, "num_active_experts": 3},
         "mlp": "swiglu",
@@ -55,6 +54,7 @@ LEVERS: dict[str, dict[str, Any]] = {
         "initialisation": "zero_residual",
     },
 }
+EXPERTS = {"num_experts": 5, "num_active_experts": 2}
 LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "linear_bias": False}
 ALL: dict[str, Any] = {
     **LLAMA,
@@ -81,10 +81,13 @@ def loss_of(model: GPTModel, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_buckets_of_bigrams() -> None:
-    """A token t after another, u, has the bucket (36,313 t xor 27,191 u) mod 1,000; the first one has the last."""
     tokens = torch.tensor([[3, 50_256, 3, 7], [7, 7, 0, 3]])
     buckets = bigram_buckets(tokens, F.pad(tokens, (1, -1), value=NO_TOKEN), 1001)
-    assert buckets.tolist() == [[1000, 797, 155, 978], [1000, 438, 337, 939]]
+    rows = tokens.tolist()
+    expected = [
+        [1000 if at == 0 else ((36_313 * row[at]) ^ (27_191 * row[at - 1])) % 1000 for at in range(4)] for row in rows
+    ]
+    assert buckets.tolist() == expected
     assert bigram_buckets(torch.tensor([[2**31 - 1]]), torch.tensor([[2**31 - 2]]), 10).item() in range(9), (
         "the products need int64"
     )
@@ -135,8 +138,9 @@ def reference(model: GPTModel, tokens: Tensor) -> Tensor:
     hashed[:, 0] = config.bigram_embedding - 1  # type: ignore[operator]
     x = x0 = norm(w["tok_emb.weight"][tokens] + w["bigram_emb.weight"][hashed])
     for layer, table in zip(range(config.n_layers), (0, None, 0), strict=True):
-        prefix = f"trf_blocks.{layer}."
-        block = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
+        block = {
+            name.removeprefix(f"trf_blocks.{layer}."): w[name] for name in w if name.startswith(f"trf_blocks.{layer}.")
+        }
         x = block["skip.scale"][0] * x + block["skip.scale"][1] * x0
         q, k, v = (norm(x) @ block[f"att.W_{part}.weight"].T for part in ("query", "key", "value"))
         if table is not None:
@@ -144,8 +148,9 @@ def reference(model: GPTModel, tokens: Tensor) -> Tensor:
             v = mix[0] * v + mix[1] * w[f"value_embs.{table}.weight"][tokens]
         q, k, v = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (q, k, v))
         q, k = turn(norm(q)), turn(norm(k))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + attended.transpose(1, 2).flatten(-2) @ block["att.out_proj.weight"].T
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -math.inf)
+        x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2) @ block["att.out_proj.weight"].T
         hidden = (norm(x) @ block["ff.layers.0.weight"].T).relu().square()
         x = x + hidden @ block["ff.layers.2.weight"].T
     return norm(x) @ w["out_head.weight"].T
