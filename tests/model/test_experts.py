@@ -64,16 +64,19 @@ def by_token_and_expert(tensors: dict[str, Tensor], x: Tensor, mlp: str, active:
             inner = F.gelu(inner, approximate="tanh") if mlp == "gelu" else inner.clamp(min=0) ** 2
         return linear(f"experts.{number}.layers.2", inner)
 
-    rows = x.flatten(0, 1)
-    shares = F.softmax(rows @ tensors["router.weight"].T, -1)
-    chosen, experts = shares.topk(active).indices, len(tensors["router.weight"])
-    outputs = []
-    for row, share, numbers in zip(rows, shares, chosen, strict=True):
-        weighted = [share[number] * expert(int(number), row) for number in numbers]
-        outputs.append(torch.stack(weighted).sum(0) / share[numbers].sum())
-    counts = chosen.flatten().bincount(minlength=experts)
-    loss = experts * (counts.double() / len(rows) * shares.mean(0)).sum()
-    return torch.stack(outputs).view_as(x), counts, loss
+    rows, experts = x.flatten(0, 1), len(tensors["router.weight"])
+    counts, mean_shares, outputs = [0] * experts, torch.zeros(experts, dtype=x.dtype), []
+    for row in rows:
+        shares = torch.exp(tensors["router.weight"] @ row)
+        shares = shares / shares.sum()
+        mean_shares = mean_shares + shares / len(rows)
+        chosen = sorted(range(experts), key=lambda number: -shares[number].item())[:active]
+        whole = sum(shares[number] for number in chosen)
+        outputs.append(sum((shares[number] / whole * expert(number, row) for number in chosen), torch.zeros_like(row)))
+        for number in chosen:
+            counts[number] += 1
+    loss = experts * sum(count / len(rows) * mean_shares[number] for number, count in enumerate(counts))
+    return torch.stack(outputs).view_as(x), torch.tensor(counts), torch.as_tensor(loss)
 
 
 # The layer
