@@ -31,6 +31,17 @@ def endings(run: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def awaited_endings(run: Path) -> list[str]:
+    """Return the endings once there are any. The command may run after the ranks have ended."""
+    wait_until(lambda: endings(run))
+    return endings(run)
+
+
+def endings_under_torchrun(shop: Workshop, run: Path, prelude: str, *options: str, status: int) -> list[str]:
+    finish([Torchrun(shop, run, are_forked=True).start(prelude, *options)], expect=status, timeout=240)
+    return awaited_endings(run)
+
+
 def test_its_command_can_be_stopped(shop: Workshop) -> None:
     """SIGTERM and SIGINT, which a shell or `timeout` sends, end the command as in a terminal."""
     script = "for each in TERM INT; do sh -c 'kill -'$each' $$; echo alive'; done; echo end"
@@ -66,8 +77,7 @@ def test_it_runs_before_the_process_ends(shop: Workshop, name: str, prelude: str
 def test_it_runs_if_a_rank_is_killed(shop: Workshop, rank: int) -> None:
     run = shop.add_run(f"killed{rank}", **SHORT)
     shop.train(run.name, prelude=f"{FAULTS}before(STEP, kill, rank={rank}, step=2)", expect=None)
-    wait_until(lambda: endings(run))
-    assert endings(run) == [f"failed {run.name}"]
+    assert awaited_endings(run) == [f"failed {run.name}"]
 
 
 @pytest.mark.slow
@@ -78,31 +88,26 @@ def test_it_runs_if_the_launcher_is_killed(shop: Workshop) -> None:
     process = job.start("before(STEP, pause(0.3))")
     wait_until(lambda: (run / "metrics.jsonl").exists(), process)
     process.kill()
-    wait_until(lambda: endings(run))
-    assert endings(run) == ["failed orphaned"]
+    assert awaited_endings(run) == ["failed orphaned"]
     assert job.seconds_to_the_end(60) < 60
     assert (run / "checkpoints" / "latest").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_torchrun_may_start_the_ranks_again(shop: Workshop, restarts: int) -> None:
+@pytest.mark.parametrize(("restarts", "status", "state"), [(0, 1, "failed"), (1, 0, "finished")])
+def test_torchrun_may_start_the_ranks_again(shop: Workshop, restarts: int, status: int, state: str) -> None:
     """It runs once, when torchrun has ended, and has the state of the last start."""
     run = shop.add_run(f"torchrun{restarts}", **SHORT)
-    job = Torchrun(shop, run, are_forked=True)
     died = f"before(STEP, in_life(1, {str(run / 'lives')!r}, kill), rank=0, step=2)"
-    finish([job.start(died, f"--max-restarts={restarts}")], expect=None, timeout=240)
-    wait_until(lambda: endings(run))
-    assert endings(run) == [f"{'finished' if restarts else 'failed'} {run.name}"]
+    ended = endings_under_torchrun(shop, run, died, f"--max-restarts={restarts}", status=status)
+    assert ended == [f"{state} {run.name}"]
 
 
 @pytest.mark.slow
 def test_torchrun_starts_a_run_again_that_a_ceiling_has_stopped(shop: Workshop) -> None:
     run = shop.add_run("ceiling", **SHORT | {"max_hours": 1.0})
-    job = Torchrun(shop, run, are_forked=True)
-    finish([job.start("before(STEP, two_hours_later, step=2)", "--max-restarts=1")], expect=1, timeout=240)
-    wait_until(lambda: endings(run))
-    assert endings(run) == ["stopped ceiling"]
+    late = "before(STEP, two_hours_later, step=2)"
+    assert endings_under_torchrun(shop, run, late, "--max-restarts=1", status=1) == ["stopped ceiling"]
 
 
 @pytest.mark.slow
@@ -111,18 +116,14 @@ def test_a_rank_that_torchrun_stops_because_another_failed_has_failed(shop: Work
     run = shop.add_run("busy", **SHORT)
     error = "def fail(): raise RuntimeError('CUDA error')\n"
     prelude = f"{error}before(STEP, fail, rank=1, step=2); before(STEP, pause(3), rank=0, step=2)"
-    finish([Torchrun(shop, run, are_forked=True).start(prelude)], expect=1, timeout=240)
-    wait_until(lambda: endings(run))
-    assert endings(run) == ["failed busy"]
+    assert endings_under_torchrun(shop, run, prelude, status=1) == ["failed busy"]
 
 
 @pytest.mark.slow
 def test_it_runs_without_the_launchers_variables(shop: Workshop) -> None:
     """A command of this program in it would take itself for a rank of the job that has ended."""
     run = shop.add_run("clean", **SHORT | {"on_end": ["sh", "-c", 'env > "$DDP_PRETRAIN_DIRECTORY/ended"']})
-    finish([Torchrun(shop, run, are_forked=True).start("")], expect=0, timeout=240)
-    wait_until(lambda: endings(run))
-    names = {line.partition("=")[0] for line in endings(run)}
+    names = {line.partition("=")[0] for line in endings_under_torchrun(shop, run, "", status=0)}
     assert "DDP_PRETRAIN_STATE" in names
     assert not names & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     assert not [name for name in names if name.startswith("TORCHELASTIC_")]
