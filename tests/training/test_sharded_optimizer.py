@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from gpt import GPTModel, ModelConfig
-from harness.distributed.world import World
 from harness.runs.train_config import TrainConfig
 from harness.training.step import OptimizerStep
-from harness.training.zero1 import GRAIN, StatePartition, empty_state
+from harness.training.zero1 import GRAIN, StatePartition
 from tests.support.configs import SEED_TRAIN
 from tests.support.launch import MODEL as SMALL_MODEL
 from tests.support.launch import Workshop, finish, rank_variables
-from tests.training.test_optimizer import update
+from tests.training.test_optimizer import state_of, update
 
 # The ranks' equal parts begin inside parameters, so that some parameters are cut. Some shards are above and some below
 # SMALL_PIECE, the size from which a shard is broadcast in a message of its own.
@@ -97,20 +96,14 @@ def train(keys, saved, sharded):
     return {**found, "scale": step.scaler.state_dict(), "bytes": bytes_of_state(step.optimizer)}
 
 
-def same(left, right):
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
-
-
 ends = {}
 begun = torch.load(earlier, weights_only=True, map_location="cpu") if earlier else {}
 for name, keys in cases.items():
     sharded, whole = (train(keys, begun.get(name), flag) for flag in (True, False))
     for part in ("weights", "scale"):
-        assert same(sharded[part], whole[part]), (name, part)
+        torch.testing.assert_close(sharded[part], whole[part], rtol=0, atol=0, msg=f"{name}: {part}")
     assert not sharded["state"] or world.is_main
-    assert same(sharded["state"], whole["state"]), (name, "state")
+    torch.testing.assert_close(sharded["state"], whole["state"], rtol=0, atol=0, msg=f"{name}: state")
     files = [io.BytesIO(), io.BytesIO()]
     for file, state in zip(files, (sharded["state"], whole["state"])):
         torch.save(state, file)
@@ -179,9 +172,7 @@ def test_a_rank_that_exchanges_nothing_keeps_its_part_and_returns_full_shapes(op
     for parameter in step.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     update(step)
-    state = step.optimizer.named_state(
-        World(0, 0, 1, 1, torch.device("cpu")), empty_state(step.optimizer.state_shapes())
-    )
+    state = state_of(step.optimizer)
     shapes = {name: {key: value.shape for key, value in each.items()} for name, each in state.items()}
     assert shapes == step.optimizer.state_shapes()
     moments = torch.cat([each.flatten() for one in state.values() for key, each in one.items() if key != "step"])
