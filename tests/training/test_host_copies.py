@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from harness.common.errors import RunError
 from harness.common.memory import is_out_of_memory
 from harness.training.saving import HostCopies
+from tests.support.same_end import assert_equal
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -26,32 +28,23 @@ def tree() -> dict[str, Any]:
     }
 
 
-def leaves(copied: dict[str, Any]) -> list[Tensor]:
-    return [leaf for value in copied.values() for leaf in (leaves(value) if isinstance(value, dict) else [value])]
-
-
 @pytest.mark.parametrize("keep", [True, False])
-def test_copies_are_equal_and_share_nothing(tmp_path: Path, keep: bool) -> None:
+def test_copies_are_equal_and_share_nothing(keep: bool) -> None:
     """Copies equal the tensors in value, dtype and shape. Each has its own storage, so that later changes of a tensor
     do not change its copy."""
     given = tree()
     copied = HostCopies(CPU, keep=keep).copy(given)
-    assert copied.keys() == given.keys()
-    assert copied["optimizer"].keys() == given["optimizer"].keys()
-    for one, other in zip(leaves(given), leaves(copied), strict=True):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        assert torch.equal(one, other)
-        assert other.is_contiguous()
-        assert other.untyped_storage().nbytes() == other.nbytes, "torch.save writes whole storages"
-    assert len({each.untyped_storage().data_ptr() for each in leaves(copied)}) == len(leaves(given))
+    assert_equal(given, copied, "copied")
+    for each in tree_leaves(copied):
+        assert each.is_contiguous()
+        assert each.untyped_storage().nbytes() == each.nbytes, "torch.save writes whole storages"
+    assert len({each.untyped_storage().data_ptr() for each in tree_leaves(copied)}) == len(tree_leaves(given))
     # torch.save writes the same bytes for these copies as for copies made by Tensor.to.
-    files = [tmp_path / "ours" / "a.pt", tmp_path / "plain" / "a.pt"]
+    files = [io.BytesIO(), io.BytesIO()]
     plain = {name: each.detach().to("cpu", copy=True) for name, each in given["weights"].items()}
     for file, tensors in zip(files, (copied["weights"], plain), strict=True):
-        file.parent.mkdir()
         torch.save(tensors, file)
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert files[0].getvalue() == files[1].getvalue()
     expected = given["weights"]["tied"].clone()
     given["weights"]["tied"].zero_()
     assert torch.equal(copied["weights"]["tied"], expected)
@@ -61,7 +54,7 @@ def test_the_memory_is_reused_and_grows_when_more_is_needed() -> None:
     """Memory is allocated for the optimizer state when it first exists, and each later save reuses the same memory."""
     copies, given = HostCopies(CPU, keep=True), tree()
     copies.copy({"weights": given["weights"], "optimizer": {}})
-    addresses = [[each.data_ptr() for each in leaves(copies.copy(given))] for _ in range(3)]
+    addresses = [[each.data_ptr() for each in tree_leaves(copies.copy(given))] for _ in range(3)]
     assert addresses[0] == addresses[1] == addresses[2]
 
 
@@ -104,7 +97,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_only_the_reader_waits_for_copies_from_a_gpu(card: list[str]) -> None:
     copies, given = HostCopies(CUDA, keep=True), tree()
-    count = len(leaves(given))
+    count = len(tree_leaves(given))
     for save in range(2):
         card.clear()
         copied = copies.copy(given)
@@ -112,7 +105,7 @@ def test_only_the_reader_waits_for_copies_from_a_gpu(card: list[str]) -> None:
         copies.record()
         copies.wait()
         assert card[-2:] == ["record", "wait"]
-        assert all(map(torch.equal, leaves(copied), leaves(given)))
+        assert all(map(torch.equal, tree_leaves(copied), tree_leaves(given)))
 
 
 def test_memory_that_cannot_be_pinned_is_reported_and_used_unpinned(
@@ -131,7 +124,7 @@ def test_memory_that_cannot_be_pinned_is_reported_and_used_unpinned(
         copied = copies.copy(given)
         copies.record()
         copies.wait()
-        assert all(map(torch.equal, leaves(copied), leaves(given)))
+        assert all(map(torch.equal, tree_leaves(copied), tree_leaves(given)))
     assert card.count("pageable") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: 0.00 GiB of the host's memory cannot be pinned (CUDA error: out of memory)")
