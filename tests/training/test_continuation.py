@@ -342,27 +342,22 @@ def test_samples_take_no_time_of_the_setup(shop: InProcess, monkeypatch: pytest.
     "killed while it goes back to an earlier checkpoint", "the same command goes back; the run is no longer finished"
 )
 @pytest.mark.parametrize("place", ["directory:RunDirectory.set_summary_and_chart_aside", "checkpoints:rewind_to"])
-def test_killed_while_it_goes_back(tmp_path: Path, place: str) -> None:
-    shop = Workshop(tmp_path)
-    shop.add_dataset(tokens=20_000)
-    run = shop.add_run(min_train_tokens=1280)
-    shop.train()
+def test_killed_while_it_goes_back(shop: InProcess, place: str) -> None:
+    run = shop.add_run(f"killed-in-{place.partition(':')[0]}", min_train_tokens=1280)
+    shop.train(run.name)
     name = min(path.name for path in (run / "checkpoints").glob("*-iteration-*"))
-    shop.train("r", name, prelude=f"{FAULTS}before('harness.runs.{place}', kill)", expect=-9)
-    again = shop.train("r", name, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), rank=1, step=7)", expect=143)
+    shop.train(run.name, name, prelude=f"{FAULTS}before('harness.runs.{place}', kill)", expect=-9)
+    again = shop.train(run.name, name, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), rank=1, step=7)", expect=143)
     assert f"continuing from {name}" in again.stdout
     assert not (run / "summary.json").exists()
     assert RunRecord.read(RunDirectory(run)).state.word == "stopped"
 
 
 @pytest.mark.slow
-def test_torchrun_starts_one_rank_again_whose_checkpoint_is_gone(tmp_path: Path) -> None:
+def test_torchrun_starts_one_rank_again_whose_checkpoint_is_gone(shop: InProcess, tmp_path: Path) -> None:
     """The run has gone back to a checkpoint that `keep_checkpoints` deletes after the first restart."""
-    shop = Workshop(tmp_path)
-    shop.add_dataset(tokens=20_000)
-    settings: dict[str, Any] = {"min_train_tokens": 64 * 24, "keep_checkpoints": 1, "checkpoint_interval": 2}
-    run = shop.add_run(**settings)
-    shop.train(ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=5)", expect=143)
+    run = shop.add_run("kept-one", min_train_tokens=64 * 24, keep_checkpoints=1, checkpoint_interval=2)
+    shop.train("kept-one", ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=5)", expect=143)
     name = min(path.name for path in (run / "checkpoints").glob("*-iteration-*"))
     died = "".join(
         f"before(STEP, in_life({life}, {str(tmp_path / 'lives')!r}, kill), step={step})\n"

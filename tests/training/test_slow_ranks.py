@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -29,9 +28,7 @@ before(FORWARD, passing)
 
 @pytest.mark.slow
 @pytest.mark.fault("a rank that is slower than the others", "named while training, once")
-def test_a_slow_rank_is_named_once_and_not_the_one_that_waits(tmp_path: Path) -> None:
-    shop = Workshop(tmp_path)
-    shop.add_dataset(tokens=8000)
+def test_a_slow_rank_is_named_once_and_not_the_one_that_waits(shop: Workshop) -> None:
     shop.add_run(
         min_train_tokens=2560,
         report_interval=2,
