@@ -21,7 +21,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt import GPTModel
-from harness.data.dataset import Dataset
 from harness.data.loader import TokenLoader
 from harness.distributed.world import World
 from harness.runs.directory import RunDirectory
@@ -45,9 +44,9 @@ for name in names:
 
         trained.register_comm_hook(None, count)
     step = OptimizerStep(trained, experiment.config)
-    dataset = Dataset.open(Path(datasets), experiment.config.dataset)
-    tokens = dataset.split("train")
-    loader = TokenLoader(tokens, experiment.window_order([len(tokens)]), experiment.layout(world.size))
+    data = experiment.open_data()
+    order = experiment.window_order(data.lengths("train"))
+    loader = TokenLoader(data.tokens("train"), order, experiment.layout(world.size))
     for _ in range(2):  # the first time, DDP has one bucket; it then arranges several
         step.forget_gradients()
         exchanged.clear()
