@@ -132,8 +132,7 @@ def test_the_summary_records_a_budget_that_was_lowered_to_a_checkpoint(shop: InP
     """At a step at which everything was done that is due at a last step, so that no step or evaluation follows."""
     keys = {"min_train_tokens": None, "validation_interval": 3, "report_interval": 3}
     run = shop.add_run("r", **keys, train_steps=12)
-    killed = "from tests.support.faults import *\nbefore(STEP, tell(9), rank=0, step=5)\n"
-    shop.train("r", prelude=killed, expect=-9, ranks=1)
+    shop.train("r", prelude=f"{FAULTS}before(STEP, kill, step=5)", expect=-9, ranks=1)
     shop.add_run("r", **keys, train_steps=2, learning_rate=1.0)
     assert "is finished" in shop.train_here().stdout
     summary = summary_of(run)
