@@ -16,22 +16,10 @@ from tests.support.isolation import ROOT
 from tests.support.launch import meta_of, metrics, summary_of
 from tests.support.same_end import assert_same_end
 from tests.support.straight import FAULTS
+from tests.training.test_runs_by_hand import SEQUENCES
+from tests.training.test_runs_by_hand import SETTINGS as RAMP
 
-RAMP: dict[str, Any] = {
-    "gradient_accumulation_steps": None,
-    "microbatch_size": 1,
-    "batch_ramp": [[0, 2], [150, 4], [300, 8]],
-    "min_train_tokens": 1000,
-    "start_train_token": 7,
-    "learning_rate": 0.01,
-    "lr_schedule": "linear",
-    "warmup_steps": 2,
-    "checkpoint_interval": 4,
-    "precision": "fp32",
-}
-# Tokens of each of the 14 steps: 2, 4 or 8 sequences of 16 tokens. The batch grows after 160 and 352 tokens, and the
-# run has 1,120.
-BATCHES = [32] * 5 + [64] * 3 + [128] * 6
+BATCHES = [16 * sequences for sequences in SEQUENCES]  # tokens of each of the 14 steps
 STOP = FAULTS + "before(STEP, tell(SIGTERM), rank=0, step={step})\n"
 
 
