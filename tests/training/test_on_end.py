@@ -185,17 +185,12 @@ def test_its_output_needs_no_reader(shop: Workshop) -> None:
 def test_it_runs_if_standard_error_cannot_be_written(shop: Workshop, error_output: str) -> None:
     """The log is on a full disk, or the terminal is paused."""
     run = shop.add_run("unread", **SHORT, notify="http://127.0.0.1:9/")
-    prelude = f"""import os
+    prelude = f"""import fcntl, os
 def full_pipe():
     reader, writer = os.pipe()
     os.set_inheritable(reader, True)
-    os.set_blocking(writer, False)
-    try:
-        while os.write(writer, b"x" * 4096):
-            pass
-    except BlockingIOError:
-        os.set_blocking(writer, True)
-        return writer
+    os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)))
+    return writer
 os.dup2({error_output}, 2)
 """
     shop.train("unread", "--restart", ranks=1, prelude=prelude)
