@@ -37,20 +37,15 @@ COMMON: dict[str, Any] = {
 SHORT = COMMON | {"min_train_tokens": 256}
 ASIDE = {"checkpoints", "metrics.jsonl", "summary.json", "training-run-chart.png"}
 MUON = {"optimizer": "muon", "muon_momentum_warmup_steps": 6, "vector_learning_rate": 0.003}
-# At the end of the run each rank prints in how many buckets DDP exchanged its gradients, and the size of the largest.
-COUNTED = """
-import os
-from torch.nn.parallel import DistributedDataParallel
-from harness.training.reporter import Reporter
-wrapped, init, summary = [], DistributedDataParallel.__init__, Reporter.summary
-def made(self, *arguments, **options):
-    init(self, *arguments, **options)
-    wrapped.append(self)
-def count(self, state):
-    sizes = wrapped[0]._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")
-    print(f"rank {os.environ['RANK']}: {len(sizes)} buckets of {max(map(int, sizes))} bytes")
-    summary(self, state)
-DistributedDataParallel.__init__, Reporter.summary = made, count
+# After the last step each rank prints in how many buckets DDP exchanges its gradients, and the size of the largest.
+COUNTED = f"""{FAULTS}
+def count(original, step, *arguments):
+    result = original(step, *arguments)
+    if Now.step == 19:
+        sizes = step.model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")
+        print(f"rank {{own_rank()}}: {{len(sizes)}} buckets of {{max(map(int, sizes))}} bytes")
+    return result
+around(STEP, count)
 """
 
 
