@@ -82,16 +82,9 @@ def with_benchmarks(shop: InProcess) -> dict[str, Any]:
 
 # Sends SIGTERM to rank 1 alone in the middle of a step's benchmarks, between two kinds of lm-eval requests.
 SIGNAL = """
-import os, signal, time
-from harness.training import evaluations
-evaluate_batches, calls = evaluations.evaluate_batches, []
-def interrupted(work, evaluate, batches):
-    calls.append(work.place.step)
-    if calls.count(STEP) == 2 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
-    return evaluate_batches(work, evaluate, batches)
-evaluations.evaluate_batches = interrupted
+from tests.support.faults import *
+told = in_turn(tell(SIGTERM), pause(0.1))
+before("harness.training.evaluations:evaluate_batches", told, rank=1, step={step}, call=2)
 """
 
 
@@ -101,8 +94,7 @@ def benchmarked(shop: InProcess, exhaustive: bool) -> Path:
     step 4."""
     run = add_run(shop, "benchmarked", **with_benchmarks(shop))
     for step, before in [(4, 1), (9, 3)] if exhaustive else [(9, 3)]:
-        prelude = SIGNAL.replace("STEP", str(step))
-        stopped = shop.train(run.name, prelude=prelude, expect=128 + signal.SIGTERM)
+        stopped = shop.train(run.name, prelude=SIGNAL.format(step=step), expect=128 + signal.SIGTERM)
         assert f"stopped by SIGTERM after global step {step}; to continue" in stopped.stderr
         assert len(metrics(run, "benchmark")) == 5 * before
         meta = meta_of(run)

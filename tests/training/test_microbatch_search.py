@@ -290,16 +290,14 @@ def test_write_refuses_a_key_that_it_cannot_find(tmp_path: Path) -> None:
 
 # For each forward pass on rank 0, writes the bytes of gradients then allocated.
 GRADIENTS = """
-import os
-import gpt
-plain = gpt.GPTModel.forward
-def forward(self, inputs, *others):
-    held = sum(each.grad.nbytes for each in self.parameters() if each.grad is not None)
-    if os.environ["RANK"] == "0":
+from tests.support.faults import *
+def forward(original, model, *inputs):
+    held = sum(each.grad.nbytes for each in model.parameters() if each.grad is not None)
+    if own_rank() == 0:
         with open({path!r}, "a") as file:
             file.write(f"{{held}}\\n")
-    return plain(self, inputs, *others)
-gpt.GPTModel.forward = forward
+    return original(model, *inputs)
+around(FORWARD, forward)
 """
 HURRIED = "import harness.training.batch_size_finder as finder\nfinder.SEARCH_SECONDS = 0.0\n"
 

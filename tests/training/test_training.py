@@ -18,6 +18,7 @@ from harness.common.program import program_commit
 from harness.model.precision import Precision
 from tests.support.in_process import InProcess
 from tests.support.launch import ROOT, Result, Workshop, finish, meta_of, metrics, summary_of
+from tests.support.straight import FAULTS
 
 STEPS = 10  # 1,280 tokens in global batches of 2 ranks x 2 sequences x 2 accumulation steps x 16 tokens
 
@@ -101,23 +102,11 @@ def test_the_final_loss_is_that_of_the_last_report(shop: Workshop, interval: int
     assert f"Final train loss: {last:.3f}\n" in result.stdout
 
 
-SLOW_FIRST_VALIDATION = """
-import time
-from harness.training.evaluations import Evaluations
-
-def slow_at_first(self, step, real=Evaluations.validation_loss):
-    time.sleep(0 if step else 3)
-    return real(self, step)
-
-Evaluations.validation_loss = slow_at_first
-"""
-
-
 def test_the_time_left_does_not_count_the_first_validation_again(shop: Workshop) -> None:
     """On a GPU the first validation compiles for half a minute. If that counted for all steps to come, a run of ten
     minutes would seem to need hours, and hundreds of dollars. Here it would seem to need a minute more."""
     shop.add_run("r", train_steps=40, min_train_tokens=None, validation_interval=100, report_interval=1)
-    stdout = shop.train("r", ranks=1, prelude=SLOW_FIRST_VALIDATION).stdout
+    stdout = shop.train("r", ranks=1, prelude=f"{FAULTS}before(VALIDATION, pause(3), step=0)").stdout
     left = [60 * int(minutes) + int(seconds) for minutes, seconds in re.findall(r"tps.* left (\d\d):(\d\d)", stdout)]
     assert len(left) == 40
     assert max(left[1:10]) < 12, left
@@ -138,7 +127,7 @@ def test_one_process_without_torchrun(shop: Workshop) -> None:
     run = shop.add_run(validation_interval=None, validation_batches=None, start_val_token=None, checkpoint_interval=4)
     rising = "around(FORWARD, lambda original, *a: original(*a) * (1 + Now.step))\n"  # losses rise from the first step
     minutes = "clock = time.perf_counter; time.perf_counter = lambda: clock() + 60 * max(0, Now.step)\n"
-    result = shop.train(ranks=1, prelude="import time\nfrom tests.support.faults import *\n" + rising + minutes)
+    result = shop.train(ranks=1, prelude=f"import time\n{FAULTS}" + rising + minutes)
     assert re.search(r"^global step 9/19  loss .* left 10:\d\d norm ", result.stdout, re.MULTILINE), result.stdout
     saved = metrics(run, "checkpoint")
     assert [event["global_step"] for event in saved] == [0, 4, 8, 12, 16, 19]
