@@ -265,11 +265,6 @@ def test_an_environment_without_home(home: list[str]) -> None:
     assert done.stdout.strip() == pwd.getpwuid(os.getuid()).pw_dir
 
 
-def test_the_script_is_executable_and_parses() -> None:
-    assert os.access(SCRIPT, os.X_OK)
-    subprocess.run(["bash", "-n", SCRIPT], check=True)
-
-
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck() -> None:
     result = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True)
