@@ -174,13 +174,12 @@ def test_programs_that_a_machine_may_lack(
     assert (machine.home / FONT).exists() == has_font
 
 
-@pytest.mark.parametrize("variable", [None, "XDG_CACHE_HOME", "MPLCONFIGDIR"])
-def test_matplotlib_forgets_its_font_list_when_a_font_is_new(ready_machine: Machine, variable: str | None) -> None:
-    folder = ready_machine.home / (".cache/matplotlib" if variable is None else "elsewhere/matplotlib")
-    environment = {
-        "XDG_CACHE_HOME": {"XDG_CACHE_HOME": str(folder.parent)},
-        "MPLCONFIGDIR": {"MPLCONFIGDIR": str(folder)},
-    }.get(variable or "", {})
+@pytest.mark.parametrize(
+    "variables", [{}, {"XDG_CACHE_HOME": "elsewhere"}, {"MPLCONFIGDIR": "elsewhere/matplotlib"}], ids=str
+)
+def test_matplotlib_forgets_its_font_list_when_a_font_is_new(ready_machine: Machine, variables: dict[str, str]) -> None:
+    folder = ready_machine.home / ("elsewhere/matplotlib" if variables else ".cache/matplotlib")
+    environment = {name: f"{ready_machine.home}/{place}" for name, place in variables.items()}
     folder.mkdir(parents=True)
     stale, other = folder / "fontlist-v390.json", folder / "tex.cache"
     stale.touch()
