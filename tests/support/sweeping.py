@@ -36,9 +36,11 @@ def states(sweep: SweepRuns) -> dict[str, str]:
     return {run.name.removeprefix("s-"): status_of(run).state for run in sweep.runs}
 
 
-def start(shop: Workshop, name: str, *arguments: str) -> WarmProcess:
-    """Start one of the repository's commands. The runs and ranks that it starts are forked from it."""
-    return shop.fork([str(ROOT / name), *arguments, "--runs-dir", str(shop.runs)], {}, FORK_PYTHONS)
+def start(shop: Workshop, *options: str, prelude: str = "") -> WarmProcess:
+    """Start `sweep_runs.py run s.json DATASETS_DIR` with these options. The runs and ranks that it starts are forked
+    from it. The Python source `prelude` runs first."""
+    words = [str(ROOT / "sweep_runs.py"), "run", str(shop.path / "s.json"), str(shop.datasets), *options]
+    return shop.fork([*words, "--runs-dir", str(shop.runs)], {}, FORK_PYTHONS + prelude)
 
 
 def command(shop: Workshop, name: str, *arguments: str) -> Result:

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.common.files import sha256
 from harness.common.json_files import read_json_object
 from harness.sweeps.plan import status_of
-from tests.support.launch import ROOT, Process, Workshop, finish, metrics, wait_until
+from tests.support.launch import Process, Workshop, finish, metrics, wait_until, weights_of
 from tests.support.sweeping import load, log_of, make, start, states, sweep_command
-from tests.support.warm import FORK_PYTHONS, WarmProcess
 
 PATIENCE_SECONDS = 100
 
@@ -26,18 +24,10 @@ def shop(tmp_path: Path) -> Workshop:
     return made
 
 
-def begin(shop: Workshop, *options: str) -> WarmProcess:
-    return start(shop, "sweep_runs.py", "run", str(shop.path / "s.json"), str(shop.datasets), *options)
-
-
 def wait_for_steps(shop: Workshop, name: str, process: Process, lines: int) -> None:
     """Wait until the run's metrics.jsonl has that many lines."""
     run = shop.runs / name
     wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= lines, process)
-
-
-def weights(shop: Workshop, name: str) -> str:
-    return sha256(shop.runs / name / "checkpoints" / "latest" / "model.safetensors")
 
 
 def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
@@ -48,7 +38,7 @@ def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
     sweep = make(shop, together=entries[:1])
     folders = [run.directory.path for run in load(shop, together=entries).runs]
     assert "s-tokens1000000000 not made" in " ".join(sweep_command(shop, "status").stdout.split())
-    done = finish([begin(shop, "--groups", "2")], expect=1, timeout=PATIENCE_SECONDS)
+    done = finish([start(shop, "--groups", "2")], expect=1, timeout=PATIENCE_SECONDS)
     assert done.error_lines == ["error: 1 of 2 runs have not finished; the same command tries them again"]
     assert "1 finished, 1 failed" in done.stdout
     errors = [line for line in done.stdout.splitlines() if line.startswith("    error: ")]
@@ -81,9 +71,8 @@ def test_a_real_run_that_reports_no_more_is_stopped_with_a_checkpoint(shop: Work
     shop.add_dataset(tokens=2_000_000)
     shop.add_run("base", price_per_hour=36_000.0, min_train_tokens=1_900_000, **never)
     sweep = make(shop, vary={"random_seed": [1]})
-    words = [str(ROOT / "sweep_runs.py"), "run", str(shop.path / "s.json"), str(shop.datasets)]
-    words += ["--runs-dir", str(shop.runs), "--max-dollars", "900"]
-    done = finish([shop.fork(words, {}, FORK_PYTHONS + AFTER_THE_FIRST_REPORT)], expect=1, timeout=PATIENCE_SECONDS)
+    job = start(shop, "--max-dollars", "900", prelude=AFTER_THE_FIRST_REPORT)
+    done = finish([job], expect=1, timeout=PATIENCE_SECONDS)
     (line,) = done.error_lines
     assert line.startswith(
         "error: 1 of 1 runs are left: max_dollars (900.00) is spent; to continue, raise the sweep's "
@@ -108,7 +97,7 @@ def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -
     shop.add_dataset(tokens=20_000)
     shop.add_run("base", **long)
     make(shop, vary={"random_seed": [1, 2]})
-    first = begin(shop, "--processes", "2")
+    first = start(shop, "--processes", "2")
     wait_for_steps(shop, "s-seed1", first, 3)
     first.send_signal(signal.SIGINT)
     stdout, stderr = first.communicate(timeout=PATIENCE_SECONDS)
@@ -116,11 +105,11 @@ def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -
     assert "s-seed1  stopped    global step " in stdout
     assert "s-seed2  never trained" in stdout
     assert (shop.runs / "s-seed1" / "checkpoints" / "latest" / "model.safetensors").exists()
-    second = begin(shop, "--processes", "2")
+    second = start(shop, "--processes", "2")
     wait_for_steps(shop, "s-seed1", second, len(metrics(shop.runs / "s-seed1")) + 3)
     second.kill()
     second.wait(PATIENCE_SECONDS)  # the system releases the lock when it has removed the process
-    third = begin(shop, "--processes", "2")
+    third = start(shop, "--processes", "2")
     stdout, stderr = third.communicate(timeout=PATIENCE_SECONDS)
     assert third.returncode == 0, stdout + stderr
     assert "2 finished" in stdout
@@ -128,4 +117,4 @@ def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -
     assert (log.count("\n$ "), log.count("stopped by SIGTERM")) == (3, 2)
     shop.add_run("straight", random_seed=1, **long)
     shop.train("straight", ranks=2)
-    assert weights(shop, "s-seed1") == weights(shop, "straight")
+    assert weights_of(shop.runs / "s-seed1") == weights_of(shop.runs / "straight")

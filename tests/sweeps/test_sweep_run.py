@@ -367,8 +367,8 @@ def test_the_limits_of_the_file_hold_unless_the_command_gives_others(shop: Works
     assert (sweep.max_dollars, sweep.max_hours) == (1e-9, 1e-9)
     refused = sweep_command(shop, "run", str(shop.datasets))
     assert re.search(r"max_(hours|dollars) .*(passed|spent)", refused.stdout + refused.stderr)
-    words = ["run", str(shop.path / "s.json"), str(shop.datasets), "--max-dollars", "90000", "--max-hours", "9"]
-    finish([start(shop, "sweep_runs.py", *words)], expect=0, timeout=PATIENCE_SECONDS)
+    job = start(shop, "--max-dollars", "90000", "--max-hours", "9")
+    finish([job], expect=0, timeout=PATIENCE_SECONDS)
 
 
 def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
