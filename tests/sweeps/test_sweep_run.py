@@ -95,16 +95,10 @@ class Ended:
     spent: float
 
 
-def run(
-    shop: Workshop,
-    sweep: SweepRuns,
-    *,
-    groups: int = 1,
-    max_dollars: float | None = None,
-    max_hours: float | None = None,
-) -> Ended:
+def run(shop: Workshop, sweep: SweepRuns, *, groups: int = 1, **limits: float) -> Ended:
+    """Run the sweep with these `limits` (max_dollars, max_hours) to its end."""
     planner = Planner(shop.datasets, groups=groups, processes=1)
-    runner = SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars, max_hours)
+    runner = SweepRunner(sweep.runs, planner, shop.path / "in_place.py", **limits)
     said, end, error = io.StringIO(), io.StringIO(), ""
     with redirect_stdout(said):
         runner.run()
