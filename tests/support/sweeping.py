@@ -57,11 +57,6 @@ def add_summary(run: DerivedRun, **values: Any) -> None:
     write_summary(run.directory, run.model_config, run.train_config, **values)
 
 
-def has_reported(shop: Workshop, pattern: str) -> bool:
-    """Return True if a run whose name matches `pattern` has written a line of metrics."""
-    return any(path.stat().st_size for path in shop.runs.glob(f"{pattern}/metrics.jsonl"))
-
-
 def when(condition: Callable[[], object], then: Callable[[], object]) -> None:
     """Call `then` from a thread once `condition` holds."""
 

@@ -23,18 +23,7 @@ from harness.sweeps.file import SweepRuns
 from harness.sweeps.plan import Planner, status_lines, status_of
 from harness.sweeps.run import SweepRunner, earlier_attempts
 from tests.support.launch import Result, Workshop, finish
-from tests.support.sweeping import (
-    add_summary,
-    command,
-    has_reported,
-    load,
-    log_of,
-    make,
-    start,
-    states,
-    sweep_command,
-    when,
-)
+from tests.support.sweeping import add_summary, command, load, log_of, make, start, states, sweep_command, when
 
 PATIENCE_SECONDS = 100
 
@@ -377,7 +366,8 @@ def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
 @pytest.mark.parametrize("number", STOPPING_SIGNALS)
 def test_a_signal_stops_the_runs_with_checkpoints(shop: Workshop, number: int) -> None:
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
-    when(lambda: has_reported(shop, "s-seed1"), lambda: os.kill(os.getpid(), number))
+    metrics = shop.runs / "s-seed1" / "metrics.jsonl"
+    when(lambda: metrics.exists() and metrics.stat().st_size, lambda: os.kill(os.getpid(), number))
     ended = run(shop, sweep)
     name = signal.Signals(number).name
     assert f"stopped by {name}: waiting for the checkpoints of s-seed1" in ended.said
