@@ -53,6 +53,13 @@ def rent(shop: Workshop, *arguments: str, **variables: str) -> subprocess.Popen[
     )
 
 
+def rent_and_note_the_end(shop: Workshop, *arguments: str, is_mirrored: bool = True) -> subprocess.Popen[str]:
+    """Start a rental without setup, check and plan. Its --on-end writes "end" into `calls`."""
+    mirror = ["--mirror", f"file://{shop.path}/store"] if is_mirrored else []
+    given = ["--skip", "setup,check,plan", "--on-end", f"echo end >> {shop.path}/calls", *mirror]
+    return rent(shop, "r", *given, *arguments)
+
+
 def refused(shop: Workshop, *arguments: str) -> str:
     result = finish([rent(shop, *arguments)], expect=2, timeout=60)
     assert result.stdout == ""
@@ -142,8 +149,7 @@ def test_the_mirror_is_that_of_train_json_unless_given(shop: Workshop, given: li
 def test_a_model_that_cannot_be_measured_is_published(shop: Workshop, status: int, parts: list[str]) -> None:
     """Its dataset may have no held-out split. Ctrl-C during the test ends the script instead."""
     calls = pretend(shop, f'if [ "$2" = test_loss.py ]; then exit {status}; fi')
-    given = ["--mirror", f"file://{shop.path}/store", "--publish", "me/m", "--on-end", f"echo end >> {calls}"]
-    result = finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=status, timeout=60)
+    result = finish([rent_and_note_the_end(shop, "--publish", "me/m")], expect=status, timeout=60)
     scripts = [line.split()[0] for line in calls.read_text().splitlines()]
     assert scripts == ["mirror.py", "ddp_train.py", *parts, "end"]
     assert "== done" not in result.stdout
@@ -156,8 +162,7 @@ def test_what_is_not_in_the_mirror_is_sent_before_the_rental_ends(shop: Workshop
     sleep = f'#!/bin/sh\necho "sleep $1" >> {shop.path}/calls'
     fails = 'if [ "$2" = ddp_train.py ]; then exit 1; fi' if part == "ddp_train.py" else ""
     calls = pretend(shop, fails, f'if [ "$3" = push ]; then {first}; fi', sleep=sleep)
-    given = ["--mirror", f"file://{shop.path}/store", "--publish", "me/m", "--on-end", f"echo end >> {calls}"]
-    finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=1, timeout=60)
+    finish([rent_and_note_the_end(shop, "--publish", "me/m")], expect=1, timeout=60)
     again = ["sleep 30", "mirror.py push"] if fails else ["convert_hf.py publish", "mirror.py push"]
     parts = ["ddp_train.py r", *([] if fails else ["test_loss.py datasets"]), "mirror.py push", *again]
     assert calls.read_text().splitlines() == ["mirror.py list", *parts, "end"]
@@ -167,15 +172,14 @@ def test_a_rental_does_not_end_while_another_process_trains_the_run(shop: Worksh
     """The command is typed a second time while the first one trains. Training is refused."""
     flock = f'#!/bin/sh\nshift 2\ntouch {shop.path}/waiting\nexec {shutil.which("flock")} --wait 2 "$@"'
     calls = pretend(shop, 'if [ "$2" = ddp_train.py ]; then exit 2; fi', flock=flock)
-    given = ["--skip", "setup,check,plan", "--on-end", f"echo end >> {calls}"]
     with (shop.runs / "r" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        process = rent(shop, "r", *given)
+        process = rent_and_note_the_end(shop, is_mirrored=False)
         wait_until(lambda: (shop.path / "waiting").exists(), process)
         os.killpg(process.pid, signal.SIGINT)  # the user does not want to wait
         assert "another process trains r" in finish([process], expect=2, timeout=60).stderr
     assert "end" not in calls.read_text()
-    finish([rent(shop, "r", *given)], expect=2, timeout=60)
+    finish([rent_and_note_the_end(shop, is_mirrored=False)], expect=2, timeout=60)
     assert calls.read_text().endswith("end\n")
 
 
@@ -184,9 +188,8 @@ def test_a_rental_does_not_end_while_another_process_trains_the_run(shop: Worksh
 def test_a_model_that_is_nowhere_else_stays(shop: Workshop, is_mirrored: bool, part: str) -> None:
     """Its upload fails, or the script ends before."""
     calls = pretend(shop, f'if [ "$2" = {part} ]; then exit 130; fi')
-    given = ["--mirror", f"file://{shop.path}/store"] if is_mirrored else []
-    given += ["--publish", "me/m", "--on-end", f"echo end >> {calls}"]
-    finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=130, timeout=60)
+    process = rent_and_note_the_end(shop, "--publish", "me/m", is_mirrored=is_mirrored)
+    finish([process], expect=130, timeout=60)
     assert (calls.read_text().splitlines()[-1] == "end") == is_mirrored
 
 
@@ -194,8 +197,7 @@ def test_without_a_reader_a_push_is_not_repeated(shop: Workshop) -> None:
     """Its terminal is closed: what it cannot print makes `mirror.py push` fail."""
     prints = 'if [ "$3" = push ]; then echo "r: complete" || exit 1; fi'
     calls = pretend(shop, 'if [ "$2" = ddp_train.py ]; then sleep 2; exit 1; fi', prints)
-    given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {calls}"]
-    process = rent(shop, "r", "--skip", "setup,check,plan", *given)
+    process = rent_and_note_the_end(shop)
     wait_until(lambda: calls.exists() and "ddp_train.py" in calls.read_text(), process)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -220,8 +222,7 @@ def test_setup_installs_what_the_run_needs(shop: Workshop, variables: dict[str, 
 def test_a_closed_terminal_ends_no_push(shop: Workshop) -> None:
     sent = f"sleep 2; echo pushed >> {shop.path}/calls"
     calls = pretend(shop, 'if [ "$2" = ddp_train.py ]; then exit 1; fi', f'if [ "$3" = push ]; then {sent}; fi')
-    given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {calls}"]
-    process = rent(shop, "r", "--skip", "setup,check,plan", *given)
+    process = rent_and_note_the_end(shop)
     wait_until(lambda: calls.exists() and "push" in calls.read_text(), process)
     os.killpg(process.pid, signal.SIGHUP)
     finish([process], expect=1, timeout=60)
@@ -231,8 +232,7 @@ def test_a_closed_terminal_ends_no_push(shop: Workshop) -> None:
 def test_a_signal_ends_a_push_and_the_rental(shop: Workshop) -> None:
     fails, hangs = 'if [ "$2" = ddp_train.py ]; then exit 1; fi', 'if [ "$3" = push ]; then exec sleep 100; fi'
     calls = pretend(shop, fails, hangs)
-    given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {calls}"]
-    process = rent(shop, "r", "--skip", "setup,check,plan", *given)
+    process = rent_and_note_the_end(shop)
     wait_until(lambda: calls.exists() and "push" in calls.read_text(), process)
     time.sleep(0.5)  # until the script waits for it
     process.terminate()
