@@ -39,11 +39,11 @@ def shop(tmp_path: Path) -> Workshop:
 def start(
     shop: Workshop, *arguments: str, ranks: int = 1, seconds: float = 0.2, prelude: str = ""
 ) -> list[WarmProcess]:
-    """Start the ranks. Rank 1 runs the Python source `prelude` first."""
+    """Start the ranks. Rank 1, or a process without others, runs the Python source `prelude` first."""
     command = [str(ROOT / "check_machine.py"), *arguments, "--runs-dir", str(shop.runs)]
     haste = HASTE.format(seconds=seconds)
     return [
-        shop.fork(command, place, haste + (prelude if place.get("RANK") == "1" else ""))
+        shop.fork(command, place, haste + (prelude if place.get("RANK") != "0" else ""))
         for place in rank_variables(ranks)
     ]
 
@@ -144,8 +144,7 @@ def test_a_device_that_hangs_is_named(shop: Workshop, place: str) -> None:
 def test_a_full_disk_is_one_line(shop: Workshop) -> None:
     limit = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
-    command = [str(ROOT / "check_machine.py"), "--runs-dir", str(shop.runs)]
-    result = finish([shop.fork(command, {}, HASTE.format(seconds=0.2) + limit)], expect=1, timeout=200)
+    result = check(shop, prelude=limit)
     result.refuses(f"error: {shop.runs}: File too large while the disk was measured", status=1)
     assert [path.name for path in shop.runs.iterdir()] == ["r"]
 
