@@ -503,22 +503,18 @@ def test_loss_on_datasets_that_do_not_fit(trained: Workshop) -> None:
     unharmed(trained, before)
 
 
-def two_ranks(shop: Workshop, *arguments: str) -> Result:
-    return shop.train(*arguments, ranks=2, expect=None)
-
-
 def test_two_ranks_say_it_once(trained: Workshop) -> None:
     """An error is printed once, whether both ranks find it, rank 0 alone, or the first process of each node."""
     before = tree(trained.path)
-    two_ranks(trained, "nope").refuses("no such run")
+    trained.train("nope", expect=None).refuses("no such run")
     unharmed(trained, before)
     edit(trained, min_train_tokens=100_000)
-    two_ranks(trained).refuses("train split", "there are")
+    trained.train(expect=None).refuses("train split", "there are")
     edit(trained, min_train_tokens=768)
     unharmed(trained, before)
     path = trained.runs / "r" / "checkpoints" / "latest" / "optimizer.pt"
     path.write_bytes(path.read_bytes()[:-20])
     before = tree(trained.path)
-    two_ranks(trained).refuses("optimizer.pt", "damaged")
-    two_ranks(trained, "r", "nope").refuses("checkpoints/nope", "no such checkpoint")
+    trained.train(expect=None).refuses("optimizer.pt", "damaged")
+    trained.train("r", "nope", expect=None).refuses("checkpoints/nope", "no such checkpoint")
     unharmed(trained, before)
