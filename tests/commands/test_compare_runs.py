@@ -93,13 +93,10 @@ def test_a_baseline_is_a_run_or_an_arm(tmp_path: Path) -> None:
     assert "Against lr-0.001-seed-2 (1 run)" in alone, "if it is named among the runs, the others of its arm are not"
     lost = RunFolder(tmp_path, "lr-0.002-seed-3", {"learning_rate": 0.002, "random_seed": 3})
     lost.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
-    for baseline in (
-        "lr-0.002-seed-2",
-        "lr-0.002-seed-3",
-        "lr-0.002",
-    ):  # its diverged runs count, although they are not named
-        assert "lr-0.002-seed-3, of lr-0.002, diverged" in " ".join(
-            compare(tmp_path, "lr-0.001*", "--baseline", baseline).stdout.split()
+    for baseline in ("lr-0.002-seed-2", "lr-0.002-seed-3", "lr-0.002"):
+        said = " ".join(compare(tmp_path, "lr-0.001*", "--baseline", baseline).stdout.split())
+        assert "lr-0.002-seed-3, of lr-0.002, diverged" in said, (
+            "an arm's diverged runs count, although they are not named"
         )
 
 
@@ -202,16 +199,10 @@ def hostile_runs(folder: Path) -> None:
         summary = json.loads(run.directory.summary.read_text())
         summary["train"][HOSTILE] = summary["model"]["precision"] = text
         run.directory.summary.write_text(json.dumps(summary))
-        score = {"task": HOSTILE, "metric": "acc\x1b", "value": 0.5, "higher_is_better": True}
-        weights = {"checkpoint": HOSTILE, "sha256": "0"}
-        result: dict[str, Any] = {
-            "kind": "benchmarks",
-            "weights": weights,
-            "date": HOSTILE,
-            "device": text,
-            "torch": text,
-        }
-        result |= {"lm_eval": HOSTILE, "tasks": [HOSTILE], "precision": HOSTILE, "scores": [score]}
+        result: dict[str, Any] = dict.fromkeys(("date", "lm_eval", "precision"), HOSTILE)
+        result |= {"kind": "benchmarks", "device": text, "torch": text, "tasks": [HOSTILE]}
+        result["weights"] = {"checkpoint": HOSTILE, "sha256": "0"}
+        result["scores"] = [{"task": HOSTILE, "metric": "acc\x1b", "value": 0.5, "higher_is_better": True}]
         (run.directory.results / "benchmarks.json").write_text(json.dumps(result))
 
 
