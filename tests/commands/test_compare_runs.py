@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared_runs import BEST, DATASET, LATEST, MODEL, RunFolder
+from tests.support.compared_runs import BEST, DATASET, LATEST, MODEL, RunFolder, diverged_run, finished_run
 from tests.support.in_process import run_here
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 from tests.support.launch import Result
@@ -81,8 +81,7 @@ def test_both_commands_agree_on_what_is_the_same_text(tmp_path: Path) -> None:
 def test_a_baseline_is_a_run_or_an_arm(tmp_path: Path) -> None:
     for rate, loss in ((0.001, 2.5), (0.002, 2.4)):
         for seed in (1, 2):
-            settings = {"learning_rate": rate, "random_seed": seed}
-            RunFolder(tmp_path, f"lr-{rate}-seed-{seed}", settings).finish().test_loss(loss + seed / 1000)
+            finished_run(tmp_path, f"lr-{rate}-seed-{seed}", rate, seed).test_loss(loss + seed / 1000)
     for baseline in ("lr-0.001-seed-2", f"{tmp_path}/lr-0.001-seed-1", "lr-0.001"):
         said = compare(tmp_path, "--baseline", baseline).stdout
         assert "Against lr-0.001 (2 runs)" in said
@@ -91,13 +90,10 @@ def test_a_baseline_is_a_run_or_an_arm(tmp_path: Path) -> None:
         assert "Against lr-0.001 (2 runs)" in compare(tmp_path, "lr-0.002*", "--baseline", baseline).stdout
     alone = compare(tmp_path, "lr-0.00*-seed-2", "--baseline", "lr-0.001-seed-2").stdout
     assert "Against lr-0.001-seed-2 (1 run)" in alone, "if it is named among the runs, the others of its arm are not"
-    lost = RunFolder(tmp_path, "lr-0.002-seed-3", {"learning_rate": 0.002, "random_seed": 3})
-    lost.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
+    diverged_run(tmp_path, "lr-0.002-seed-3", 0.002, 3)
     for baseline in ("lr-0.002-seed-2", "lr-0.002-seed-3", "lr-0.002"):
         said = " ".join(compare(tmp_path, "lr-0.001*", "--baseline", baseline).stdout.split())
-        assert "lr-0.002-seed-3, of lr-0.002, diverged" in said, (
-            "an arm's diverged runs count, although they are not named"
-        )
+        assert "lr-0.002-seed-3, of lr-0.002, diverged" in said, "it counts, although it is not named"
 
 
 def test_without_names_what_was_never_trained_is_a_line_and_no_row(tmp_path: Path) -> None:
