@@ -282,9 +282,9 @@ def test_the_same_command_on_a_new_machine(shop: Workshop) -> None:
     store, ended = shop.path / "store", shop.path / "ended"
     command = ["r", str(shop.datasets), "--processes", "2", "--skip", "check"]
     command += ["--on-end", f"echo over >> {ended}"]
-    files = shutil.copytree(shop.runs / "r", shop.path / "files")
-    shop.add_run("straight", **json.loads((files / "train.json").read_text()))
-    shop.add_run("r", **json.loads((files / "train.json").read_text()) | {"mirror": store.as_uri()})
+    train = json.loads((shop.runs / "r" / "train.json").read_text())
+    shop.add_run("straight", **train)
+    shop.add_run("r", **train, mirror=store.as_uri())
     first = rent(shop, *command)
     wait_until(lambda: list(store.glob("r/checkpoints/*/meta.json")), first)
     os.killpg(first.pid, signal.SIGKILL)
@@ -292,9 +292,7 @@ def test_the_same_command_on_a_new_machine(shop: Workshop) -> None:
     assert not ended.exists()
 
     shutil.rmtree(shop.runs / "r")
-    shutil.copytree(files, shop.runs / "r")
-    again = {"mirror": store.as_uri(), "microbatch_size": 1, "max_hours": 5.0}
-    shop.add_run("r", **json.loads((files / "train.json").read_text()) | again)
+    shop.add_run("r", **train | {"mirror": store.as_uri(), "microbatch_size": 1, "max_hours": 5.0})
     second = rent(shop, *command, "--fit")
     stdout, stderr = second.communicate(timeout=200)
     assert second.returncode == 0, stderr
