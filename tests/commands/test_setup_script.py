@@ -18,14 +18,13 @@ FONT = ".local/share/fonts/xkcd-script.ttf"
 # The only real programs that the script may use. curl, wget, python3, fc-cache and uv are not among them.
 REAL_PROGRAMS = ["bash", "sh", "cat", "chmod", "head", "mkdir", "mktemp", "mv", "od", "rm", "tr"]
 
-# Shell code of fake downloads, chosen by the end of the address; `$1` is the address, `$2` the file.
-SERVE_FONT = r"""printf '\000\001\000\000rest of the font' > "$2" """
-SERVE_INSTALLER = r"""cat > "$2" <<'END'
-mkdir -p "$HOME/.local/bin"
+INSTALL_UV = r"""mkdir -p "$HOME/.local/bin"
 printf '#!/bin/sh\n' > "$HOME/.local/bin/uv"
 chmod +x "$HOME/.local/bin/uv"
-END
 """
+# Shell code of fake downloads, chosen by the end of the address; `$1` is the address, `$2` the file.
+SERVE_FONT = r"""printf '\000\001\000\000rest of the font' > "$2" """
+SERVE_INSTALLER = f"cat > \"$2\" <<'END'\n{INSTALL_UV}END\n"
 FAIL_HALFWAY = r"""printf '\000\001\000\000half' > "$2"; exit 28"""
 
 
@@ -222,15 +221,10 @@ def test_a_missing_uv_is_installed(machine: Machine, downloader: str, curl: str 
     assert "export PATH=" in again.stdout
 
 
-PIP_INSTALLS = (
-    'mkdir -p "$HOME/.local/bin"; cp_uv="$HOME/.local/bin/uv"; printf "#!/bin/sh\\n" > "$cp_uv"; chmod +x "$cp_uv"'
-)
-
-
 @pytest.mark.parametrize("installer", ["exit 6", FAIL_HALFWAY, 'echo "exit 1" > "$2"'])
 def test_pip_takes_over_when_the_installer_cannot_be_had(machine: Machine, installer: str) -> None:
     machine.fake_download("curl", installer=installer)
-    machine.fake("python3", PIP_INSTALLS)
+    machine.fake("python3", INSTALL_UV)
     result = machine.run()
     assert machine.calls("python3") == ["python3 -m pip install --user uv"]
     assert "export PATH=" in result.stdout
@@ -238,7 +232,7 @@ def test_pip_takes_over_when_the_installer_cannot_be_had(machine: Machine, insta
 
 
 def test_pip_on_an_externally_managed_python(machine: Machine) -> None:
-    machine.fake("python3", f'case "$*" in *--break-system-packages*) {PIP_INSTALLS} ;; *) exit 1 ;; esac')
+    machine.fake("python3", f'case "$*" in *--break-system-packages*) {INSTALL_UV} ;; *) exit 1 ;; esac')
     machine.run()
     assert len(machine.calls("python3")) == 2
 
