@@ -14,7 +14,7 @@ from harness.sweeps.derived_runs import write_runs
 from harness.sweeps.plan import Planner, SweepPlan, describe_sweep_plan, plan_sweep
 from harness.sweeps.run import device_groups
 from tests.support.launch import Workshop
-from tests.support.sweeping import add_summary, load, states, sweep_command
+from tests.support.sweeping import add_summary, load, make, states, sweep_command
 
 # A run has 20 steps of 64 tokens (2 sequences x 2 accumulation steps x 16), and validations after steps 0, 5, 10, 15
 # and 19. Each validation has 3 microbatches of 32 tokens, and a token takes a third of the work of one in training.
@@ -62,9 +62,8 @@ def test_groups_share_the_clock_and_the_price(shop: Workshop) -> None:
 def test_only_the_summary_of_this_training_finishes_a_run(shop: Workshop) -> None:
     """A run counts as finished if its summary has the settings of this training. Keys that an earlier version did not
     write may be missing. If a value differs, the run is not finished."""
-    sweep = load(shop, vary={"random_seed": [1]})
+    sweep = make(shop, vary={"random_seed": [1]})
     (run,) = sweep.runs
-    write_runs(sweep.runs)
     model = run.model_config.model_dump(mode="json")
     earlier = {key: model[key] for key in model if key not in ("logit_softcap", "linear_bias")}
     shorter = {**run.settings, "min_train_tokens": 640}
@@ -146,8 +145,7 @@ def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
 
 
 def test_price_and_ceilings_are_those_of_the_runs_own_files(shop: Workshop) -> None:
-    sweep = load(shop, vary={"random_seed": [1, 2]})
-    write_runs(sweep.runs)
+    sweep = make(shop, vary={"random_seed": [1, 2]})
     path = sweep.runs[0].directory.train_json
     path.write_text(json.dumps(json.loads(path.read_text()) | {"price_per_hour": 360.0, "max_hours": 0.01}))
     found = plan_sweep(sweep, Planner(shop.datasets, assume_tps=10.0))

@@ -28,7 +28,7 @@ from harness.sweeps.file import LONGEST_LABEL, SweepRuns, labels, load_sweep
 from tests.support.configs import refusal
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 from tests.support.launch import Result, Workshop
-from tests.support.sweeping import add_summary, command, load, sweep_command
+from tests.support.sweeping import add_summary, command, load, make, sweep_command
 
 
 @pytest.fixture
@@ -289,8 +289,7 @@ def test_what_is_not_the_sweeps_run_is_refused(shop: Workshop, put: Callable[[Pa
 
 def test_what_affects_no_result_may_be_changed_in_a_runs_folder(shop: Workshop) -> None:
     """As messages ask for: a ceiling is raised, and a run that diverged is to go on."""
-    sweep = load(shop, set={"max_hours": 1.0, "price_per_hour": 36.0}, vary={"random_seed": [1, 2]})
-    write_runs(sweep.missing())
+    sweep = make(shop, set={"max_hours": 1.0, "price_per_hour": 36.0}, vary={"random_seed": [1, 2]})
     path = shop.runs / "s-seed1" / "train.json"
     train = json.loads(path.read_text())
     path.write_text(json.dumps(train | {"max_hours": 9.0, "price_per_hour": 72.0, "stop_if_diverged": False}))
@@ -308,7 +307,7 @@ def test_a_sweep_goes_on_if_its_base_now_counts_the_same_validation_in_sequences
     given, base = {"validation_interval": 1, "start_val_token": 0}, shop.runs / "base" / "train.json"
     train = {key: value for key, value in json.loads(base.read_text()).items() if not key.startswith("validation_")}
     base.write_text(json.dumps({**train, **given, "validation_batches": 3}))
-    write_runs(load(shop, **keys).missing())
+    make(shop, **keys)
     base.write_text(json.dumps({**train, **given, "validation_sequences": 6}))
     assert load(shop, **keys).missing() == []
     for size, said in (("sequences", "sequences: null -> 7"), ("batches", "batches: 3 -> 7")):
@@ -327,7 +326,7 @@ def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(RunError, match="s-seed3: the runs cannot be written: No space left on device"):
-        write_runs(load(shop, vary={"random_seed": [1, 2, 3]}).missing())
+        make(shop, vary={"random_seed": [1, 2, 3]})
     assert [path.name for path in shop.runs.iterdir()] == ["base"]
 
 
@@ -336,7 +335,7 @@ def test_what_a_killed_make_left_is_removed_by_the_next(shop: Workshop) -> None:
     one's pid, as happens in containers, or another pid."""
     for pid in (os.getpid(), 2**22 + 1):  # the latter is above Linux's largest pid
         (shop.runs / f"{draft_prefix(Path('s-seed2'))}{pid}").mkdir()
-    write_runs(load(shop, vary={"random_seed": [1, 2]}).missing())
+    make(shop, vary={"random_seed": [1, 2]})
     assert sorted(path.name for path in shop.runs.iterdir()) == ["base", "s-seed1", "s-seed2"]
 
 
