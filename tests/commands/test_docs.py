@@ -33,8 +33,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TOOLS = {"pytest", "ruff", "mypy"}
 PYTESTS_OPTIONS = {"-k": "keyword", "-m": "markexpr", "-n": "numprocesses"}
 
-every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-
 
 def lines_of(document: Path) -> Iterator[tuple[bool, str]]:
     """Yield each line, after a flag that is True in code blocks (in a fence, or indented after an empty line)."""
@@ -75,7 +73,7 @@ def links_of(document: Path) -> list[str]:
     return [target for target in targets if not target.startswith(("https://", "http://", "mailto:"))]
 
 
-@every_document
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_to_files_and_headings(document: Path) -> None:
     for target in links_of(document):
         file, _, fragment = target.partition("#")
