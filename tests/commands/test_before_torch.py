@@ -82,6 +82,7 @@ def test_what_is_refused(shop: Workshop, words: str, change: dict[str, Any], arg
     result = quickly(shop, run, datasets, *options, "--runs-dir", str(shop.runs))
     result.refuses(words)
     assert result.stdout == ""
+    assert not (shop.datasets / "builtin").exists()
 
 
 def test_a_dataset_that_the_hub_has_not(shop: Workshop, there: tuple[str, ...]) -> None:
