@@ -86,7 +86,8 @@ def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
     """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings.
 
     If the run has gone back to an earlier step here, the later checkpoints at URL are set aside: their meta.json
-    becomes meta-aside.json, so that no machine continues from them. Summary and chart at URL are replaced or deleted.
+    becomes meta-aside.json, so that no machine continues from them. Summary and chart at URL are then replaced or
+    deleted.
     """
     from harness.mirror.home import push_run
     from harness.runs.directory import RunDirectory

@@ -172,10 +172,12 @@ def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
 
 
 def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
-    """Raise UserError if another machine has set aside the mirror's copy of a checkpoint here. That machine has
-    restarted the run, or resumed it from an earlier checkpoint."""
+    """Raise UserError if another machine has set aside the mirror's copy of the newest checkpoint here that was ever
+    sent. That machine has restarted the run, or resumed it from an earlier checkpoint."""
     # Without this refusal, this machine would overwrite the other machine's work.
-    for _, path in list_checkpoints(run.checkpoints):
+    for _, path in reversed(list_checkpoints(run.checkpoints)):
+        if f"checkpoints/{path.name}/{META}" in files:
+            return  # the run in the mirror is this one, whatever was set aside earlier
         if is_set_aside(files, path.name):
             raise UserError(
                 f"mirror {mirror.name}: another machine has restarted this run, or continued it without {path}; move "

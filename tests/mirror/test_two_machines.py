@@ -501,6 +501,20 @@ def test_a_machine_that_trained_on_unsent_does_not_overwrite_a_run_that_another_
     first.attempt().refuses("another machine has restarted this run, or continued it without")
 
 
+def test_a_machine_whose_checkpoint_was_chosen_after_another_machines_restart_continues(
+    first: InProcess, tmp_path: Path
+) -> None:
+    """The older checkpoints of the first machine stay set aside in the mirror, but its training is the run's again."""
+    second = add_machine(tmp_path, "second", learning_rate=0.02)
+    time.sleep(1.1)  # a checkpoint's name has its time in seconds
+    second.train_here("r", "--restart")
+    time.sleep(1.1)
+    first.train_here("r", names(first.runs / "r")[-1])
+    first.add_run(**SETTINGS | {"min_train_tokens": 64 * 12}, mirror=url(first))
+    assert "continuing from" in first.train_here().stdout
+    first.script("mirror.py", "push", "r", url(first))
+
+
 def test_old_checkpoints_are_deleted_there_too(tmp_path: Path) -> None:
     machine = add_machine(tmp_path, "first", keep_checkpoints=1, min_train_tokens=64 * 5)
     machine.train_here()
