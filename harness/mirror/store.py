@@ -211,7 +211,7 @@ def _known_hosts_only() -> Any:
     server that answers."""
     import paramiko
 
-    class KnownHostsOnly(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
+    class KnownHostsOnly(paramiko.MissingHostKeyPolicy):
         def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
             known = paramiko.HostKeys()
             with suppress(OSError):

@@ -23,7 +23,7 @@ NEUTRAL = {"num_beams": 1, "repetition_penalty": 1, "no_repeat_ngram_size": 0}  
 Settings = tuple[int, tuple[str, ...], Sampling]
 
 
-class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
+class ModelUnderTest(TemplateLM):
     """Model class for lm-eval. Results are those of lm-eval's own `hf` model with the same weights and tokenizer, and
     with logits_cache=False, apart from rounding. `hf` fails on some requests that succeed here. Other differences:
 
