@@ -42,19 +42,25 @@ def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> 
     are_kept = ranks > 1 or layout.accumulation_steps > 1
     state = optimizer_state_bytes(config, model) // (ranks if config.shard_optimizer else 1)
     fixed = FP32 * model.parameters * (2 if are_kept else 1) + state
-    fixed += 3 * model.n_layers * model.block_weights  # measured: 3 bytes for each weight, 2 of them for a copy in bf16
     logits = BF16 * tokens * model.vocab_size
+    head = model.vocab_size * model.emb_dim
     # one of the loss's equal chunks, the head's weight in bf16, and its gradient in fp32
-    loss = logits // -(-logits // CHUNK_BYTES) + (BF16 + FP32) * model.vocab_size * model.emb_dim
+    loss = logits // -(-logits // CHUNK_BYTES) + (BF16 + FP32) * head
     residual = (BF16 if config.residual_precision == "bf16" else FP32) * model.emb_dim
     # A compiled step in bf16 reaches its peak while the loss is computed. With activation checkpointing, the peak may
     # be in a block's backward pass instead. With a small microbatch, it may be in the optimizer's update, when all
     # gradients exist.
     outside, block = outside_bytes(model, residual), block_bytes(model, residual)
     at_update = 2 * FP32 * model.parameters + state
-    if config.activation_checkpointing:  # each block is recomputed after the loss
-        at_loss = fixed + tokens * (outside + residual * model.n_layers) + max(loss, tokens * block)
-        return max(at_loss, at_update)
+    if config.activation_checkpointing:
+        outside += residual * model.n_layers  # each block's input
+        # Each block is recomputed after the loss. Its backward pass has the residual stream and its gradient in fp32,
+        # the block's weights in bf16 and their gradients.
+        stream = FP32 * model.emb_dim
+        backward = tokens * (block_bytes(model, stream) + stream) + (BF16 + FP32) * model.block_weights
+        backward += 0 if are_kept else FP32 * head
+        return max(fixed + tokens * outside + max(loss, backward), at_update)
+    fixed += 3 * model.n_layers * model.block_weights  # measured: 3 bytes for each weight, 2 of them for a copy in bf16
     mixed = 2 * BF16 * model.kv_width * min(2 * (model.value_embeddings or 0), model.n_layers)
     return max(fixed + tokens * (outside + mixed + block * model.n_layers) + loss, at_update)
 

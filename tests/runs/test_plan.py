@@ -182,6 +182,30 @@ def test_the_memory_of_a_step_with_a_small_loss_or_a_large_head(
     assert needed == pytest.approx(gib * 2**30, rel=0.03)
 
 
+# The same for changes of 8xh100m80 with activation checkpointing: ranks, the model's changes, the precision of the
+# residual stream, microbatch, GiB.
+CHECKPOINTED_STEPS: list[tuple[int, dict[str, Any], str, int, float]] = [
+    (1, {"n_layers": 4}, "fp32", 8, 1.976),
+    (1, {"n_layers": 4}, "fp32", 48, 3.800),
+    (8, {"n_layers": 4}, "fp32", 96, 6.622),
+    (8, {}, "fp32", 48, 6.091),
+    (1, {"n_layers": 4, "emb_dim": 1536}, "fp32", 32, 6.645),
+    (1, {"n_layers": 4, "vocab_size": 4096}, "fp32", 64, 3.687),
+    (1, {"n_layers": 4, "drop_rate": 0.0}, "bf16", 96, 5.388),
+]
+
+
+@pytest.mark.parametrize(("ranks", "model", "residual", "microbatch", "gib"), CHECKPOINTED_STEPS)
+def test_the_memory_of_a_step_with_activation_checkpointing(
+    tmp_path: Path, ranks: int, model: dict[str, Any], residual: str, microbatch: int, gib: float
+) -> None:
+    settings = {"activation_checkpointing": True, "residual_precision": residual}
+    experiment = experiment_of(shipped(tmp_path, "8xh100m80", **settings), "8xh100m80")
+    shape = experiment.model.model_copy(update=model)
+    needed = step_bytes(shape, experiment.config, BatchLayout(ranks, 1, microbatch, shape.context_length))
+    assert needed == pytest.approx(gib * 2**30, rel=0.02)
+
+
 def test_a_step_that_no_gpu_can_hold_is_remarked_on(tmp_path: Path) -> None:
     for microbatch, is_too_much in ((100, False), (120, True)):
         where = shipped(tmp_path / str(microbatch), "8xa100m40", microbatch_size=microbatch)
