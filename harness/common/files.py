@@ -22,6 +22,7 @@ from harness.common.processes import ProcessName
 
 LONGEST_NAME = 200  # file systems allow 255 bytes, and the names of drafts are longer than the final ones
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}  # the errors of a full disk, and of a used-up quota
 REMEDY = "; create the folder, make it writable, or free some space"
 
 

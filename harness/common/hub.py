@@ -3,7 +3,6 @@ errors to the user."""
 
 from __future__ import annotations
 
-import errno
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from huggingface_hub.utils.sha import git_hash
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from harness.common.errors import UserError
-from harness.common.files import sha256
+from harness.common.files import FULL_DISK, sha256
 
 RETRY_PAUSE_SECONDS = 1.0
 SHORTEST_TOKEN = 6  # a shorter text is no secret, and masking it would also mask parts of ordinary words
@@ -27,7 +26,6 @@ INFO_TIMEOUT_SECONDS = 30.0  # without a timeout huggingface_hub waits forever
 # Files of the repository that are about git or the download itself, not about the dataset.
 IGNORED_FILES = [".git*", ".cache/*"]
 CARD = "README.md"
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 
 Result = TypeVar("Result")
 

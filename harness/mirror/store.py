@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.common.errors import RunError, UserError, printable
+from harness.common.files import FULL_DISK
 from harness.common.messages import REASON_CHARACTERS, quoted
 
 # By scheme: the extra in pyproject.toml that installs its library. rent.sh has this list, too.
@@ -157,7 +158,13 @@ class Mirror:
             folder, _, name = final.rpartition("/")
             fs.makedirs(folder, exist_ok=True)
             target = f"{folder}/.{name}{DRAFT_ENDING}"
-        put(fs, target)
+        try:
+            put(fs, target)
+        except OSError as error:
+            if error.errno in FULL_DISK and target != final:  # else half of a large file leaves no room for owner.json
+                with suppress(FileNotFoundError):
+                    fs.rm(target)
+            raise
         fs.invalidate_cache()
         found = fs.info(target)["size"]
         if found != size:
@@ -285,9 +292,11 @@ def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
             lasting = lasting or bool(REFUSED.search(f"{type(error).__name__} {error}"))
             if lasting or not left:
                 verb = "written to" if writes else "read"
+                is_full = getattr(error, "errno", None) in FULL_DISK
+                remedy = "make room there" if is_full else f"check the address and {CREDENTIALS[mirror.scheme]}"
                 raise (UserError if lasting else RunError)(
-                    f"mirror {mirror.name}: cannot be {verb} ({reason_of(error)}): check the address and "
-                    f"{CREDENTIALS[mirror.scheme]}; ddp_train.py --mirror none trains without it"
+                    f"mirror {mirror.name}: cannot be {verb} ({reason_of(error)}): {remedy}; "
+                    "ddp_train.py --mirror none trains without it"
                 ) from None
         time.sleep(2.0 ** (OPENING_TRIES - left - 1))
         mirror.open()

@@ -98,6 +98,25 @@ def test_a_store_that_does_not_answer_is_no_wrong_input(
         undo()
 
 
+def test_a_full_disk_keeps_no_half_of_a_file_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of an optimizer.pt would leave no room for owner.json, so that another machine would take the run."""
+
+    def write_half(self: LocalFileSystem, source: str, target: str, **options: object) -> None:
+        Path(target).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", target)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", write_half)
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", lambda self, target, data: write_half(self, "", target))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    (tmp_path / "optimizer.pt").write_bytes(b"whole")
+    mirror = Mirror((tmp_path / "store").as_uri(), "r")
+    with pytest.raises(OSError, match="No space left"):
+        mirror.send("optimizer.pt", tmp_path / "optimizer.pt", lambda _: None)
+    with pytest.raises(RunError, match=r"No space left on device.*\): make room there; ddp_train.py --mirror none"):
+        open_mirror(mirror.url, "r")
+    assert not list((tmp_path / "store" / "r").iterdir())
+
+
 def test_a_full_store_is_cleared_of_what_was_overtaken_before_more_is_sent(tmp_path: Path, memory: None) -> None:
     machine = add_machine(tmp_path, "first", mirror="memory://store", **STOP)
     machine.train_here("r", "--mirror", "none")
