@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from harness.common.hub import CARD, HubWork, upload
 from harness.common.json_files import read_json_object
+from harness.common.messages import amount_text
 from harness.evaluation.instruct.responses import Instruction
 from harness.evaluation.loss import TestLoss
 from harness.hf.formats import OWN_TYPE
@@ -194,16 +195,16 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
         if summary.tokens_per_second is not None:
             yield "speed", f"{summary.tokens_per_second:,.0f} tokens per second"
         if summary.seconds:
-            yield "time of the whole run", _phases(summary.seconds, "{:,.0f} s")
+            yield "time of the whole run", _phases(summary.seconds, "{:,.0f} s".format)
         if summary.dollars:
-            yield "cost of the whole run", _phases(summary.dollars, "${:,.2f}")
+            yield "cost of the whole run", _phases(summary.dollars, lambda dollars: f"${amount_text(dollars)}")
     torch_version = f", torch {_plain(meta['torch'])}" if meta.get("torch") else ""
     yield "made with" if facts.records_training else "published with", f"ddp-pretrain{torch_version}"
 
 
-def _phases(amounts: Mapping[str, float], form: str) -> str:
-    parts = ", ".join(f"{phase} {form.format(amount)}" for phase, amount in amounts.items() if phase != "total")
-    return f"{form.format(amounts.get('total', sum(amounts.values())))} ({parts})"
+def _phases(amounts: Mapping[str, float], form: Callable[[float], str]) -> str:
+    parts = ", ".join(f"{phase} {form(amount)}" for phase, amount in amounts.items() if phase != "total")
+    return f"{form(amounts.get('total', sum(amounts.values())))} ({parts})"
 
 
 def _code(text: Any) -> str:

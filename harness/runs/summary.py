@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harness.common.errors import EXIT, RunError, os_errors_as
 from harness.common.files import replace_text
 from harness.common.json_files import check_recorded, parse_config, read_json_object
+from harness.common.messages import amount_text
 from harness.model.config import ModelConfig
 from harness.runs.checkpoint_meta import CheckpointMeta, ProgramAndSettings, epochs_of
 from harness.runs.directory import RunDirectory
@@ -184,6 +185,6 @@ def describe_summary(summary: RunSummary) -> str:
     if summary.best_loss is not None:
         lines.append(f"Best loss: {summary.best_loss:.3f} at global step {summary.best_step}")
     if dollars is not None:
-        phases = ", ".join(f"{phase} ${cost:,.2f}" for phase, cost in dollars.items() if phase != "total")
-        lines.append(f"Cost: ${dollars['total']:,.2f} ({phases})")
+        phases = ", ".join(f"{phase} ${amount_text(cost)}" for phase, cost in dollars.items() if phase != "total")
+        lines.append(f"Cost: ${amount_text(dollars['total'])} ({phases})")
     return "\n".join(lines)

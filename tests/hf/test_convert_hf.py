@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import UserError
-from harness.common.messages import escape_controls
+from harness.common.messages import amount_text, escape_controls
 from harness.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
 from harness.hf.export import export_tokenizer
 from harness.hf.import_model import gpt2_shape
@@ -479,7 +479,7 @@ def check_card(card: str, run: Path) -> None:
     [result] = told["model-index"][0]["results"]
     loss = result["metrics"][0]["value"]
     assert f"| test | {loss:.3f} | `local/letters`, test split |" in body
-    assert f"${summary['dollars']['total']:,.2f}" in body
+    assert f"| ${amount_text(summary['dollars']['total'])} (setup ${amount_text(summary['dollars']['setup'])}, " in body
     rows = {row[1].strip(): row[3].strip() for line in body.splitlines() if len(row := line.split("|")) == 5}
     # Training saw all 1,280 tokens that it asked for, of 4,000; validation uses three batches of 2 x 16 tokens.
     assert rows["training"] == "`local/letters`, train split, the last steps of the training on tokens 0 to 1,280"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from harness.common.messages import amount_text
 from harness.common.program import program_commit
 from harness.model.precision import Precision
 from tests.support.in_process import InProcess
@@ -83,6 +84,8 @@ def test_summary_and_what_is_printed(trained: tuple[InProcess, Path, Result]) ->
     assert seconds["total"] == pytest.approx(sum(seconds[phase] for phase in seconds if phase != "total"), abs=0.01)
     assert summary["dollars"]["training"] == pytest.approx(seconds["training"] * 0.002, abs=1e-4)
     assert f"Final validation loss: {summary['final_validation_loss']:.3f}" in result.stdout
+    total, setup = (amount_text(summary["dollars"][phase]) for phase in ("total", "setup"))
+    assert f"Cost: ${total} (setup ${setup}, " in result.stdout
     assert result.stdout.count("Training complete") == 1  # only rank 0 prints
     last = metrics(run, "train")[-1]
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("global step 9/9  loss ")]
