@@ -231,7 +231,7 @@ def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
 
 def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
     """Return the plan as text for a terminal."""
-    parts = [paragraph(f"Plan of sweep {plan.name}, {plan.count:,} runs: nothing is trained or downloaded")]
+    parts = [paragraph(f"Plan of sweep {plan.name}, {counted(plan.count, 'run')}: nothing is trained or downloaded")]
     if plan.ended:
         parts.append([f"{count_states(plan.ended)} already"])
     if plan.left:
@@ -263,7 +263,7 @@ def _speeds(left: list[RunPlan]) -> list[str]:
         sources.setdefault(unknown if rate is None else known, []).append(each.run.name)
     lines = []
     for said, names in sources.items():
-        of = f"all {len(names):,} runs" if len(sources) == 1 else ", ".join(names)
+        of = f"all {len(names):,} runs" if len(sources) == 1 < len(names) else ", ".join(names)
         lines += paragraph(f"Speed of {of}: {said}")
     return lines
 

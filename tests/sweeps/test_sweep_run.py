@@ -496,7 +496,7 @@ def test_damaged_runs_hide_no_others(shop: Workshop) -> None:
     assert says(status, "s-seed1 finished validation loss 2.500")
     assert says(status, "s-seed5 never trained")
     assert says(planned, "Plan of sweep s, 5 runs: nothing is trained or downloaded 1 finished already")
-    assert says(planned, "Speed of all 1 runs")
+    assert says(planned, "Speed of s-seed5: 10 tokens/s")
     for seed, reason in reasons.items():
         assert says(status, f"s-seed{seed} damaged ", folders[seed - 1], reason)
         assert says(planned, "Cannot be trained: ", folders[seed - 1], reason)
