@@ -162,7 +162,7 @@ class Mirror:
             put(fs, target)
         except OSError as error:
             if error.errno in FULL_DISK and target != final:  # else half of a large file leaves no room for owner.json
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     fs.rm(target)
             raise
         fs.invalidate_cache()
