@@ -94,7 +94,7 @@ def run(shop: Workshop, sweep: SweepRuns, *, groups: int = 1, **limits: float) -
     with redirect_stdout(end):
         try:
             runner.report_end()
-        except (RunError, RunStopped) as caught:
+        except RunError as caught:
             error = str(caught)
     return Ended(said.getvalue().splitlines(), end.getvalue().splitlines(), error, runner.stop_reason, runner.spent)
 
