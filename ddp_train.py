@@ -145,8 +145,8 @@ class Trainer:
         is_skipping = False
         if "report" in due:
             is_skipping = self.report(step)
-            # Before the evaluations below, a divergence is recorded only after the last step. If one of them is
-            # interrupted after another step, the next process must continue, not stop as diverged.
+            # A divergence at the last step is recorded now, at an earlier step only after the evaluations below. If one
+            # of them is interrupted there, the next process must continue, not stop as diverged.
             state.has_diverged |= is_skipping and step == position.last_step
         elif due:  # a GPU may be steps behind, and the wait for it counts as training, not as the work below
             with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "report")):

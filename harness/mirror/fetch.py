@@ -134,7 +134,7 @@ def left_by_going_back(run: RunDirectory, files: dict[str, int]) -> Callable[[st
     back on this machine, until the next upload sets it aside. Some of these were never here. `files` are all files of
     the mirror."""
     here = {path.name: step for step, path in list_checkpoints(run.checkpoints)}
-    # The next upload renames the meta.json of abandoned checkpoints. Until then, they are found here.
+    # The next upload renames the meta.json of abandoned checkpoints. Until then, this function finds them.
     moved = {path.name for path in run.aside.glob("*/checkpoints/*") if f"checkpoints/{path.name}/{META}" in files}
     last = max(moved - {*here}, default="")  # the newest, because names begin with the date
     stayed = max((step for name, step in here.items() if name <= last), default=-1)
@@ -155,8 +155,8 @@ def without_left(run: RunDirectory, files: dict[str, int]) -> dict[str, int]:
 
 
 def _damaged_start(run: RunDirectory, files: dict[str, int]) -> str | None:
-    """Return the name of the checkpoint that the run would continue from if it is damaged here and among the mirror's
-    `files`, else None. Prints a note about the damage."""
+    """Return the name of the checkpoint from which the run would continue. Return None if this checkpoint is not
+    damaged here, or if the mirror's `files` lack its meta.json. Prints a note about the damage."""
     start = choose_start(run.checkpoints, None)
     if start is None or f"checkpoints/{start.name}/{META}" not in files:
         return None

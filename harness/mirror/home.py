@@ -82,7 +82,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     went_back = next(iter(names_with_meta(all_there)), "") != newest
     is_kept = is_further or is_trained_here or went_back
     if not is_kept and run.summary.name not in files and run.summary.exists() and not list_checkpoints(run.checkpoints):
-        run.set_summary_and_chart_aside(run.new_aside())  # without a checkpoint, it is a copy of one there
+        run.set_summary_and_chart_aside(run.new_aside())  # without a checkpoint here, it was once fetched
     may_replace = not brought and _may_replace_summary(run, mirror, with_weights=with_weights)
     summarized = [run.summary, run.chart] if may_replace else []
     replaced = [] if is_kept else [*summarized, run.metrics]

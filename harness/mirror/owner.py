@@ -46,7 +46,7 @@ class Lease:
         self._run = run
         self._id = own_id(run)
         self._since = time.time()
-        self._released, self._using = threading.Event(), threading.RLock()  # held while `_mirror` is used
+        self._released, self._using = threading.Event(), threading.RLock()  # `_using`: held while `_mirror` is used
         self._written = 0.0  # the time of this machine's last owner.json
         self._lost: str | None = None
 

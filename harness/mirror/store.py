@@ -35,8 +35,8 @@ NETWORK_SECONDS = 60.0  # of silence, after which a connection counts as failed
 SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY")  # in the names of environment variables
 USER_IN_URL = re.compile(r"(://)(\S*:\S*@|[^/\s]*@)")  # a password can have "/" and "@" in it
 OPENING_TRIES = 3
-# In errors by which the store refuses access, if the library has no class of its own for them: of the Hub, for example,
-# a ConnectionError with the text "… 401 Unauthorized".
+# Text in errors of a store that refuses access or lacks the bucket, if its library has no exception class for that. The
+# Hub, for example, raises a ConnectionError with the text "… 401 Unauthorized".
 REFUSED = re.compile(r"redential|uthenticat|\b40[134]\b")
 
 
@@ -126,7 +126,7 @@ class Mirror:
     def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes | None:
         """Return a file's contents, or only the bytes from `start` up to, but not including, `end`. Return None if
         there is no such file."""
-        # s3fs otherwise asks for the size first, and an error of that has no text, such as that the token has expired.
+        # s3fs otherwise asks for the size first. If that fails, its error lacks the reason, such as an expired token.
         options = {"max_concurrency": 1} if self.scheme == "s3" else {}
         try:
             return bytes(self._fs.cat_file(self._at(path), start=start, end=end, **options))

@@ -305,8 +305,8 @@ class Uploads:
         for file in stale & there.keys():
             self.mirror.delete(file)
             del there[file]
-        # After the deletions, which a process that is killed between them could not tell to be due any more. The newest
-        # last: until then, a killed process's successor finds it.
+        # Renamed after the deletions, because after a kill the next process learns from these files which deletions are
+        # due. The newest is renamed last, because `left_by_going_back` needs it to find the others.
         for name in reversed(left):
             if content := self.mirror.read(f"checkpoints/{name}/{META}"):
                 self.mirror.write(f"checkpoints/{name}/{ASIDE}", content)
