@@ -20,7 +20,7 @@ def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
     """Measure this machine in less than a minute:
 
     \b
-    - matrix products and memory copies on all devices at once
+    - matrix products and memory copies on the devices of all ranks at once
     - the all-reduce of gradients, if there are several ranks
     - the disk that checkpoints go to
     - a download from the Hub
@@ -31,8 +31,8 @@ def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
       than 10 % slower than the median of the ranks (copies from the host's
       memory: 40 %)
     - 1 if a measurement other than the download fails
-    - 2 if the host's memory cannot hold RUN's weights, or if this machine
-      cannot compute what RUN's train.json demands
+    - 2 if a GPU is unusable, if the host's memory cannot hold RUN's weights, or
+      if this machine cannot compute what RUN's train.json demands
 
     With RUN, also train a new model with that run's settings for some steps, and save the speed for `ddp_train.py RUN
     DATASETS_DIR --plan`. Compiling the model can take minutes; the run itself need not compile it again.

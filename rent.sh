@@ -79,7 +79,7 @@ is_being_trained() {
 
 # If something has failed, first try to send the mirror what it lacks, for an hour at most; a signal ends the push, but
 # not this function. Then run COMMAND, with two exceptions: another process trains the run, and would end with the
-# rental; or --publish has not succeeded and there is no mirror, so that the model is on this machine alone.
+# rental; or the trained model is on this machine alone, because --publish has not succeeded and there is no mirror.
 end_rental() {
     trap "" PIPE HUP # the terminal may be closed
     if ! is_being_trained && ! "$is_sent" && [ -n "$mirror" ]; then

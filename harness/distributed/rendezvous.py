@@ -57,7 +57,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
 
     Also initializes torch.distributed's default process group, for tensors on the ranks' devices. `timeout_seconds` is
     the watchdog's. Raises RunError or PeerError if a rank does not join or cannot be reached. Ends this process if the
-    ranks have joined, but do not connect in time.
+    ranks have joined, but do not connect in time. Raises UserError if GLOO_SOCKET_IFNAME names no usable interface.
     """
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if here.world_size == here.local_world_size and loopback:  # one machine; the user's settings have precedence

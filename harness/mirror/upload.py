@@ -339,7 +339,7 @@ class Uploads:
             self._failing_since, self._sent_since_failure = time.monotonic(), 0
             self._say(
                 f"warning: mirror {self.mirror.name}: {reason_of(error)}; sending is retried, at first within "
-                f"{pause:g} s and later within {LONGEST_PAUSE_SECONDS:.0f} s; training continues"
+                f"{pause:g} s and later within {LONGEST_PAUSE_SECONDS:.0f} s; training is not affected"
             )
 
     def _tell_recovery(self) -> None:

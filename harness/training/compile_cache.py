@@ -132,8 +132,8 @@ def _names(found: CacheInfo | None) -> set[tuple[str, str]]:
 
 
 def _secret() -> bytes:
-    """Return this user's secret, from the environment variable that CACHE_SECRET names, else from SECRET_FILE in the
-    user's cache, which is made if it is missing. Raises OSError if that file cannot be used."""
+    """Return the secret in the environment variable that CACHE_SECRET names, else the one in SECRET_FILE in the user's
+    cache. A missing file is made. Raises OSError if it cannot be used, and RuntimeError without a home directory."""
     if given := os.environ.get(CACHE_SECRET):
         return given.encode()
     path = user_cache() / SECRET_FILE

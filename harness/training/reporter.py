@@ -156,7 +156,7 @@ class Reporter:
                 lines += [f"  precision: {saved.meta.precision} -> {now}"]
             if now != best:
                 lines += [
-                    f'  in {now}, the precision with which the run began; "precision": "{best}" would be faster here'
+                    f'  in {now}, the precision with which the run began; "precision": "{best}" may be faster here'
                 ]
             changes = changed_settings(saved.meta.train, prepared.provenance.train)
             lines += [f"  train.json has changed since: {change}" for change in changes]
