@@ -254,7 +254,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     exit_if_ended()
     if len(checkpoints) > 1 or (datasets_dir / "train.json").is_file() or "*" in run:  # the shell may have expanded *
         words = " ".join([run, str(datasets_dir), *checkpoints])
-        raise UserError(f"{words}: give one RUN, then DATASETS_DIR; to train several runs, use sweep_runs.py")
+        raise UserError(f"{words}: give one RUN, then DATASETS_DIR [CHECKPOINT]; for several runs, use sweep_runs.py")
     began = time.perf_counter()
     checkpoint = checkpoints[0] if checkpoints else None
     options = TrainOptions(**given)

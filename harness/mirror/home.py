@@ -51,7 +51,7 @@ def describe_runs(url: str) -> list[str]:
         if host is not None:
             line += f", trained on {host}, last heard from {rough_duration(max(0.0, silent))} ago"
         lines.append(line)
-    return lines or [f"no runs in {mirror.url}: nothing is there, or there is no such place"]
+    return lines or [f"no runs in {mirror.url}, or no such place"]
 
 
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
@@ -203,7 +203,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
         retried(mirror, uploads.push)
         if uploads.damaged:
             said = f"{run.path}: {abbreviated(sorted(uploads.damaged))}: cannot be verified here, and was not sent"
-            remedy = "`uv run mirror.py fetch` replaces a damaged `latest` by the mirror's copy; move others away"
+            remedy = "`uv run mirror.py fetch` replaces a damaged `latest` that the mirror has whole; move others away"
             raise UserError(f"{said}; {remedy}")
     except LeaseLost as owner:
         raise UserError(f"mirror {mirror.name}: {owner} has taken the run meanwhile: stop it there first") from None

@@ -390,8 +390,8 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
         raise UserError(
             f"the train split of {config.data_name} is too short for microbatches of even 1 sequence: wanted "
             f"{per_sequence + 1:,} tokens, but training may read {max(0, there):,}; use a longer dataset or fewer "
-            "ranks, lower start_train_token or gradient_accumulation_steps, or allow more passes over the split with "
-            '"epochs"'
+            "ranks, lower context_length, start_train_token or gradient_accumulation_steps, or allow more passes over "
+            'the split with "epochs"'
         )
     return min([ceiling, *(size // world.size for size in config.global_batches)])
 
