@@ -84,5 +84,5 @@ def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
     path.touch()
     mode = path.stat().st_mode  # as the umask asks; safetensors replaces the file by one with mode 0600
     save_file(tensors, path, metadata={"format": "pt"})
-    with suppress(OSError):  # some file systems have no permissions
+    with suppress(PermissionError):  # some file systems have no permissions
         path.chmod(mode)
