@@ -240,7 +240,7 @@ def check_url(url: str) -> str:
         raise UserError(f'mirror {shown} (URL, --mirror or "mirror" in train.json): unknown scheme; use one of {there}')
     user = rest.partition("/")[0].rpartition("@")[0]
     if "?" in rest or ":" in rest.rpartition("@")[0] or (user and scheme != "sftp"):
-        raise UserError(f'mirror {shown}: must have no credentials and no "?" in it; instead: {CREDENTIALS[scheme]}')
+        raise UserError(f'mirror {shown}: must have no credentials and no "?"; access is by {CREDENTIALS[scheme]}')
     parts = [part for part in rest.split("/") if part]
     if scheme == "hf" and (parts[:1] != ["buckets"] or len(parts) < 3):
         raise UserError(f"mirror {shown}: must be hf://buckets/OWNER/NAME, with or without a folder after it")
