@@ -240,7 +240,7 @@ def test_safetensors(tmp_path: Path, exhaustive: bool) -> None:
         assert f"{path}: not " in line  # "not the model's weights" or "not a readable safetensors file"
         return bool(refused)
 
-    assert 0.3 < explore(check, SAFETENSORS, 2000 if exhaustive else 300) < 0.99
+    assert 0.3 < explore(check, SAFETENSORS, 2000 if exhaustive else 300) < 0.995  # some are valid
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "weights untouched"
 
 
