@@ -55,7 +55,7 @@ def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> 
     if config.activation_checkpointing:
         outside += residual * model.n_layers  # each block's input
         # Each block is recomputed after the loss. Its backward pass has the residual stream and its gradient in fp32,
-        # the block's weights in bf16 and their gradients.
+        # the block's weights in bf16 and their gradients, and the head's gradient if none are kept.
         stream = FP32 * model.emb_dim
         backward = tokens * (block_bytes(model, stream) + stream) + (BF16 + FP32) * model.block_weights
         backward += 0 if are_kept else FP32 * head

@@ -81,7 +81,7 @@ class DerivedRun:
         no result may have other values, except `epochs`. Raises UserError if the path holds something else, such as
         another run, or if a file is damaged."""
         folder, files = self.directory.path, (self.directory.train_json, self.directory.model_json)
-        other, remedy = "", 'move it away, or give the sweep another "name"'
+        other, remedy = "", 'move what is there away, or give the sweep another "name"'
         if not os.path.lexists(folder):
             return False
         if not all(os.path.lexists(path) for path in files):
@@ -95,7 +95,7 @@ class DerivedRun:
             found = (first_difference({key: there.get(key)}, {key: value}) for key, value in own.items())
             if different := [each for each in found if each]:
                 other = f"there is another run of this name ({abbreviated(different, SHOWN_DIFFERENCES)})"
-                remedy = f"restore what was changed in the sweep or its base, {remedy}"
+                remedy = f"undo the change of the sweep or its base, {remedy}"
         if other:
             raise UserError(f"{folder}: {other}; {remedy}")
         return True

@@ -283,7 +283,7 @@ def test_what_is_not_the_sweeps_run_is_refused(shop: Workshop, put: Callable[[Pa
     put(shop.runs / "s-seed2")
     sweep = load(shop, set={"learning_rate": 0.5}, vary={"random_seed": [1, 2]})
     message = refusal(sweep.missing, begins=f"{shop.runs / 's-seed2'}: {said}")
-    assert message.endswith('move it away, or give the sweep another "name"')
+    assert message.endswith('move what is there away, or give the sweep another "name"')
     assert not (shop.runs / "s-seed1").exists(), "all runs are made, or none"
 
 
